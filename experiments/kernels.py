@@ -70,7 +70,7 @@ class Kernel(NamedTuple):
 
 
 KERNELS = (
-    Kernel("Gram norms of ragged examples", "gram", ("ragged_gram",), ()),
+    Kernel("Gram norms", "gram", ("gram", "ragged_gram"), ("transformer", "rnn", "lstm", "gpt-128")),
     Kernel("gradients of convolutions", "shifts", ("shifts",), ("cifar-cnn", "vgg11", "cnn", "resnet18-64px")),
     Kernel("rows of tables", "rows", ("rows_squared", "rows_added"), ("embedding", "lstm-imdb", "gpt-128")),
     Kernel("LSTM", "time_loop", ("lstm_gates", "lstm_back"), ("lstm", "lstm-imdb")),

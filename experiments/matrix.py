@@ -28,12 +28,12 @@ TORCHES = {"2.6": "torch==2.6.*", "2.13": "torch==2.13.*", "newest": "torch"}
 CUDA = ("nvidia-", "cuda-", "triton")
 TESTERS = ["pytest", "hypothesis"]
 TESTS = [
-    "test_layers.py",
-    "test_clipper.py",
-    "test_clipping.py",
-    "test_engine.py",
-    "test_native.py",
-    "test_accounting.py",
+    "layers/test_layers.py",
+    "clipper/test_clipper.py",
+    "clipper/test_clipping.py",
+    "engine/test_engine.py",
+    "layers/test_native.py",
+    "privacy/test_accounting.py",
 ]
 
 

@@ -1,10 +1,10 @@
 """How far can one example move the clipped sum? Every row of the tests' tables, every adversary, several types.
 
 The same model on three examples and on the same with one more, whose numbers are made as nasty as floating point allows
-(tests/paired.py). The ratio of what the sum moves by and the bound must be at most 1 + 1e-5 in float32. In float16 and
-bfloat16 each p.grad is a float32 sum that is rounded once, by at most half an eps of its size: that of four examples is
-at most 4 bounds long and that of three 3, so that their difference is off by at most 3.5 eps. What `sensitivity`
-states, 1 + 4 eps, leaves the rest for roundings of second order.
+(tests/support/paired.py). The ratio of what the sum moves by and the bound must be at most 1 + 1e-5 in float32. In
+float16 and bfloat16 each p.grad is a float32 sum that is rounded once, by at most half an eps of its size: that of four
+examples is at most 4 bounds long and that of three 3, so that their difference is off by at most 3.5 eps. What
+`sensitivity` states, 1 + 4 eps, leaves the rest for roundings of second order.
 
     python experiments/sensitivity.py [--part I/N] [--out FOLDER]
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from cases import CASES  # noqa: E402
 from paired import ADVERSARIES, POLICIES, SECOND_PASSES, STRATEGIES, Pair, family  # noqa: E402

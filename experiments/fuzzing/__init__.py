@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 # Layer cases, adversaries and the interpreter of graphs are the tests' own.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))

@@ -26,40 +26,40 @@ FOUND: tuple[Found, ...] = (
     Found(
         "the self-check compared sums of groups that loss_scale had multiplied, and refused every model",
         "7698785",
-        "fixed; test_self_check.py, a planted bug",
+        "fixed; engine/test_self_check.py, a planted bug",
     ),
     Found(
         "weights of a Custom policy were compared with those of norms without the rounding margin: an example "
         "whose positions cancel stopped training",
         "b167716, 300 cases from 100000",
-        "fixed; test_weighing.py, a planted bug",
+        "fixed; engine/test_weighing.py, a planted bug",
     ),
     Found(
         "a bfloat16 or float16 parameter that is a single number raised IndexError in the engine, and so did "
         "a hook on it",
         "2b0fb3f, 300 s",
-        "fixed; test_engine.py, two planted bugs",
+        "fixed; engine/test_engine.py, two planted bugs",
     ),
     Found(
         "NaN in one loss: a shared tensor with unused rows was taken for the examples' own rows, and norms "
         "were too small (1.22 C)",
         "46a664d, 200003",
-        "fixed; test_coinciding_sizes.py, planted bugs",
+        "fixed; laws/test_coinciding_sizes.py, planted bugs",
     ),
     Found(
         "one denormal example in bfloat16 refused the whole batch",
         "46a664d, 500372",
-        "fixed; test_coinciding_sizes.py, a planted bug",
+        "fixed; laws/test_coinciding_sizes.py, a planted bug",
     ),
     Found(
         "a [T, T] table looked up as a bias was refused at batch sizes that divide T",
         "46a664d, 500195",
-        "fixed; test_coinciding_sizes.py",
+        "fixed; laws/test_coinciding_sizes.py",
     ),
     Found(
         "the self-check divided by zero where autograd's gradients are exactly zero",
         "7698785",
-        "fixed; test_self_check.py",
+        "fixed; engine/test_self_check.py",
     ),
     Found(
         "a model that is one layer, clipped by layer in the loop over single examples: norms without their "
@@ -71,7 +71,7 @@ FOUND: tuple[Found, ...] = (
         "an operation in place on a part of a tensor with a bare parameter: one example that isn't finite "
         "left out all others",
         "cac0b00, 700407",
-        "such a batch is refused; test_nonfinite_shared.py, SECURITY.md",
+        "such a batch is refused; clipper/test_nonfinite_shared.py, SECURITY.md",
     ),
     Found(
         "a layer on a bare parameter is refused in a first batch as long as the parameter",
@@ -86,18 +86,18 @@ FOUND: tuple[Found, ...] = (
     Found(
         "one example that isn't finite left out all others, at a parameter above which nothing has a gradient",
         "9e51745, 10",
-        "such a batch is refused; test_nonfinite_shared.py, SECURITY.md",
+        "such a batch is refused; clipper/test_nonfinite_shared.py, SECURITY.md",
     ),
     Found(
         "beside an example with gradients over 1,000 times as large, rows folded by time were taken for rows by "
         "example in a first batch, and norms of others were too small",
         "9e51745, 952235",
-        "fixed; test_mixing_scales.py, two planted bugs",
+        "fixed; clipper/test_mixing_scales.py, two planted bugs",
     ),
     Found(
         "a layer on a table refused in a first batch at a size that coincides",
         "9e51745, 951224, 1200555, 1202727, 1200609",
-        "fixed in clip and engine.step; backward's message says what to do. test_coinciding_sizes.py",
+        "fixed in clip and engine.step; backward's message says what to do. laws/test_coinciding_sizes.py",
     ),
     Found(
         "float16 gradients of 1e-6 at a bare parameter look as if examples mixed",
@@ -118,7 +118,7 @@ FOUND: tuple[Found, ...] = (
         "the cross term of a tied embedding and head cancelled by itself, where positions cancel in both, and was "
         "trusted (1.033 C)",
         "f8cebf8, 3000588, 3001904",
-        "fixed; test_rounding.py, a planted bug",
+        "fixed; laws/test_rounding.py, a planted bug",
     ),
     Found(
         "squares of an input overflow below a gradient of zero, beside another example's NaN: the weights of its group "
@@ -145,18 +145,18 @@ FOUND: tuple[Found, ...] = (
         "a table of distances, read behind an index assignment and as long as a multiple of the first batch: one "
         "example that isn't finite left out all others",
         "fd45c23, 5001666",
-        "fixed; test_coinciding_sizes.py, a planted bug",
+        "fixed; laws/test_coinciding_sizes.py, a planted bug",
     ),
     Found(
         "an example with NaN and a finite loss, below prompts that leave nothing of its input, made the first layer "
         "count as a table: others were left out (1.54 C)",
         "8b610fb, 6001574, 6001688, 6002473",
-        "fixed; one commit had it; test_coinciding_sizes.py",
+        "fixed; one commit had it; laws/test_coinciding_sizes.py",
     ),
     Found(
         "the outer product of a frozen parameter and a trained one, as long as the batch, was refused",
         "8b610fb, 6001871",
-        "fixed; test_coinciding_sizes.py",
+        "fixed; laws/test_coinciding_sizes.py",
     ),
     Found(
         "an instance normalization over two positions leaves of a table's gradient only rounding, in which the "
@@ -173,7 +173,7 @@ FOUND: tuple[Found, ...] = (
         "a table of positions for all pairs of positions, as long as the first batch, behind a folded product: the "
         "refusal didn't say to begin with another size",
         "c5bf40f, 3300246",
-        "fixed; test_refusals.py",
+        "fixed; clipper/test_refusals.py",
     ),
     Found(
         "clipping each layer by itself gave the weight NaN to an example whose squares overflow only where the margin "
@@ -185,18 +185,18 @@ FOUND: tuple[Found, ...] = (
         "of as many positions as examples, only one of which has gradients, rows that aren't finite went to the wrong "
         "example: everybody was left out",
         "547a0d1, 6601709",
-        "fixed; test_mixing_scales.py, a planted bug",
+        "fixed; clipper/test_mixing_scales.py, a planted bug",
     ),
     Found(
         "a table of positions, only one row of which has gradients, in a batch that divides its length: where the "
         "row's place was that of a very large example, it counted as that one's own (1.12 C)",
         "a947f66, 7715060",
-        "fixed; test_coinciding_sizes.py, a planted bug",
+        "fixed; laws/test_coinciding_sizes.py, a planted bug",
     ),
     Found(
         "the first mending of that took a layer on data for a table beside a saturated example of inf",
         "f33e797, 9906614",
-        "fixed; only lookups are taken for tables; test_coinciding_sizes.py",
+        "fixed; only lookups are taken for tables; laws/test_coinciding_sizes.py",
     ),
     Found(
         "a layer of several rows an example that only rounding errors reach is refused",
@@ -233,6 +233,6 @@ FOUND: tuple[Found, ...] = (
         "an example with a finite loss and an input of inf below a saturated function, at a matrix used outside of "
         "every layer: its gradient there, zero times inf, was measured as zero, and the example had a weight",
         "2e7d1e4, 9551188647",
-        "fixed; test_nonfinite_shared.py, a planted bug",
+        "fixed; clipper/test_nonfinite_shared.py, a planted bug",
     ),
 )

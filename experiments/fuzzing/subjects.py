@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from case_types import Input, indices, normal
 from cases import CASES
-from test_random_models import PIECES, Part
+from random_pieces import PIECES, Part
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -23,26 +23,26 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-PITFALLS = ("tests/test_pitfalls.py",)
-LINES = ("tests/test_check_lines.py",)
-CLIPPER = ("tests/test_clipper.py",)
-ROUNDING = ("tests/test_rounding.py",)
+PITFALLS = ("tests/privacy/test_pitfalls.py",)
+LINES = ("tests/clipper/test_check_lines.py",)
+CLIPPER = ("tests/clipper/test_clipper.py",)
+ROUNDING = ("tests/laws/test_rounding.py",)
 PASSES, FIRST = "ghostclip/clipper/second_pass.py", "ghostclip/clipper/first_pass.py"
 WHOLE, STEP = "ghostclip/norms/reduce.py", "ghostclip/engine/step.py"
 RELEASE = "ghostclip/engine/release.py"
 UPDATE_CHECK = "ghostclip/engine/update_check.py"
-UPDATES, TAKEN_TURNS = ("tests/test_update_check.py",), ("tests/test_engine_turns.py",)
-RELEASES = ("tests/test_engine_release.py",)
+UPDATES, TAKEN_TURNS = ("tests/engine/test_update_check.py",), ("tests/engine/test_engine_turns.py",)
+RELEASES = ("tests/engine/test_engine_release.py",)
 SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/budget.py"
-COMPARISON, COMPARED = "ghostclip/self_check/first_steps.py", ("tests/test_comparison.py",)
+COMPARISON, COMPARED = "ghostclip/self_check/first_steps.py", ("tests/engine/test_comparison.py",)
 MIXING_TEST, TRIAL = "ghostclip/self_check/mixing.py", "ghostclip/self_check/trial_losses.py"
 LOADING, CUTTING = "ghostclip/self_check/loading.py", "ghostclip/clipper/cutting.py"
 CHECKING, STATE = "ghostclip/self_check/checking.py", "ghostclip/self_check/model_state.py"
-COLLATED, KEPT_STATE = ("tests/test_collated.py",), ("tests/test_kept_state.py",)
-OVERLOOKED = ("tests/test_overlooked.py",)
+COLLATED, KEPT_STATE = ("tests/engine/test_collated.py",), ("tests/engine/test_kept_state.py",)
+OVERLOOKED = ("tests/engine/test_overlooked.py",)
 JOURNAL, RECORDS = "ghostclip/ledger/journal.py", "ghostclip/ledger/records.py"
-LEDGER = ("tests/test_ledger.py", "tests/test_ledger_damage.py")
-CHECKPOINT = ("tests/test_engine_checkpoint.py", "tests/test_checkpoint_spending.py")
+LEDGER = ("tests/privacy/test_ledger.py", "tests/privacy/test_ledger_damage.py")
+CHECKPOINT = ("tests/privacy/test_engine_checkpoint.py", "tests/privacy/test_checkpoint_spending.py")
 
 CLIPPING = [
     Mutant(
@@ -71,70 +71,70 @@ CLIPPING = [
         "ghostclip/nn/linear.py",
         "            return summed_positions(grad)\n",
         "            return summed_positions(grad * 0)\n",
-        ("tests/test_layers.py", "-k", "linear_3"),
+        ("tests/layers/test_layers.py", "-k", "linear_3"),
     ),
     Mutant(
         "bias not summed over positions",
         "ghostclip/nn/linear.py",
         "to_float32(grad).sum(1))",
         "to_float32(grad)[:, 0])",
-        ("tests/test_layers.py", "-k", "linear_3"),
+        ("tests/layers/test_layers.py", "-k", "linear_3"),
     ),
     Mutant(
         "a convolution's sum leaves the weights out",
         "ghostclip/norms/convolution.py",
         "        scale = weights.to(grads.dtype).view(-1, *[1] * (grads.dim() - 1))\n",
         "        scale = torch.ones_like(weights).to(grads.dtype).view(-1, *[1] * (grads.dim() - 1))\n",
-        ("tests/test_norms_convolution.py",),
+        ("tests/layers/test_norms_convolution.py",),
     ),
     Mutant(
         "rows of an example in one image meet in a patch",
         "ghostclip/norms/convolution.py",
         "        places = max(-(-(images.shape[3] + above) // step), grads.shape[3])\n",
         "        places = max(-(-images.shape[3] // step), grads.shape[3])\n",
-        ("tests/test_norms_convolution.py",),
+        ("tests/layers/test_norms_convolution.py",),
     ),
     Mutant(
         "duplicates not summed",
         "ghostclip/norms/rows.py",
         "    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]\n",
         "",
-        ("tests/test_norms_rows.py",),
+        ("tests/layers/test_norms_rows.py",),
     ),
     Mutant(
         "a cross term of tied uses that cancels by itself is trusted",
         "ghostclip/norms/combine.py",
         "CANCELLING_USES * apart + sizes\n",
         "CANCELLING_USES * apart\n",
-        ("tests/test_rounding.py", "-k", "tied"),
+        ("tests/laws/test_rounding.py", "-k", "tied"),
     ),
     Mutant(
         "tied cross term dropped",
         "ghostclip/norms/combine.py",
         "squared, scale = apart + 2 * products, ",
         "squared, scale = apart, ",
-        ("tests/test_layers.py", "-k", "tied_head"),
+        ("tests/layers/test_layers.py", "-k", "tied_head"),
     ),
     Mutant(
         "second use of a layer forgotten",
         "ghostclip/norms/combine.py",
         "    terms = [_as_positions(term) for term in terms]\n",
         "    return terms[0]\n",
-        ("tests/test_layers.py", "-k", "same_layer"),
+        ("tests/layers/test_layers.py", "-k", "same_layer"),
     ),
     Mutant(
         "time taken for the batch",
         "ghostclip/nn/linear.py",
         "tensor = tensor.movedim(batch_dim, 0) if batch_dim else tensor",
         "tensor = tensor",
-        ("tests/test_layers.py", "-k", "time_first and (encoder or attention_self)"),
+        ("tests/layers/test_layers.py", "-k", "time_first and (encoder or attention_self)"),
     ),
     Mutant(
         "mean-loss factor",
         PASSES,
         "            return dict.fromkeys(self.parameters, weights)\n",
         "            return dict.fromkeys(self.parameters, weights / len(weights))\n",
-        ("tests/test_layers.py", "-k", "encoder_layer"),
+        ("tests/layers/test_layers.py", "-k", "encoder_layer"),
     ),
     Mutant("[B, 1] losses broadcast", FIRST, "    if losses.dim() != 1:\n", "    if losses.dim() > 2:\n", PITFALLS),
     Mutant(
@@ -142,21 +142,21 @@ CLIPPING = [
         "ghostclip/clipper/collector.py",
         "                if part in self._left:\n",
         "                if False:\n",
-        ("tests/test_layers.py", "-k", "same_layer or one_module"),
+        ("tests/layers/test_layers.py", "-k", "same_layer or one_module"),
     ),
     Mutant(
         "NaN weight",
         PASSES,
         "_each(weights, lambda weight: torch.where(finite, weight, torch.zeros_like(weight)))",
         "weights",
-        ("tests/test_nonfinite.py",),
+        ("tests/clipper/test_nonfinite.py",),
     ),
     Mutant(
         "bad example touches the sum",
         "ghostclip/norms/term.py",
         "return self.replaced(lambda tensor: zero_examples(tensor, keep))",
         "return self",
-        ("tests/test_nonfinite.py",),
+        ("tests/clipper/test_nonfinite.py",),
     ),
     Mutant(
         "a kept NaN spoils the others",
@@ -170,7 +170,7 @@ CLIPPING = [
         "ghostclip/graph/shared/own_backward.py",
         " or self._reads(wrong, entries, grad, slots)",
         "",
-        ("tests/test_nonfinite_shared.py",),
+        ("tests/clipper/test_nonfinite_shared.py",),
     ),
     Mutant("no margin below the bound", WHOLE, "1.0 - 8.0 * torch", "1.0 + 3e5 * torch", CLIPPER),
     Mutant(
@@ -214,35 +214,35 @@ CLIPPING = [
         "ghostclip/graph/reader.py",
         "            call.ends = not reaches\n",
         "            call.ends = True\n",
-        ("tests/test_reweighting.py",),
+        ("tests/clipper/test_reweighting.py",),
     ),
     Mutant(
         "rows of an example that is not finite in a sum by rules",
         "ghostclip/clipper/second_pass.py",
         "        term = term if self.finite is None else term.keep_only(self.finite)\n",
         "",
-        ("tests/test_nonfinite.py", "tests/test_kept_grads.py"),
+        ("tests/clipper/test_nonfinite.py", "tests/clipper/test_kept_grads.py"),
     ),
     Mutant(
         "a hook of a parameter that runs on no sum",
         "ghostclip/clipper/gradients.py",
         "    if have_hooks([p for _, p in passes.index.trained()]) or (is_distributed() and not sharded):\n",
         "    if False:\n",
-        ("tests/test_kept_grads.py",),
+        ("tests/clipper/test_kept_grads.py",),
     ),
     Mutant(
         "a hook of a parameter changes sums that get noise",
         SUMS,
         "        if have_hooks([parameter for _, parameter in trained]):\n",
         "        if False:\n",
-        ("tests/test_engine_arguments.py", "-k", "hook_on_a_parameter"),
+        ("tests/engine/test_engine_arguments.py", "-k", "hook_on_a_parameter"),
     ),
     Mutant(
         "rounding to narrow gradients left out of the sensitivity",
         "ghostclip/clipper/gradient_guard.py",
         "self.excess = self._backwards * self._examples * max(",
         "self.excess = 4.0 * max(",
-        ("tests/test_sensitivity.py", "-k", "narrow"),
+        ("tests/laws/test_sensitivity.py", "-k", "narrow"),
     ),
     Mutant(
         "sums rounded to bfloat16",
@@ -263,42 +263,42 @@ CLIPPING = [
         "ghostclip/norms/outer.py",
         "    return ~(squared < CANCELLATION[squared.dtype] * scale)\n",
         "    return ~(squared < 0.0 * scale)\n",
-        ("tests/test_clipper_guards.py",),
+        ("tests/clipper/test_clipper_guards.py",),
     ),
     Mutant(
         "norms that are to be exact may cancel",
         "ghostclip/planner.py",
         "if exact else self._answer",
         "if False else self._answer",
-        ("tests/test_host_sync.py",),
+        ("tests/clipper/test_host_sync.py",),
     ),
     Mutant(
         "a norm that needed a look taken for one that isn't finite",
         PASSES,
         "if finite is not None and not may_sync(losses.device):",
         "if False:",
-        ("tests/test_host_sync.py",),
+        ("tests/clipper/test_host_sync.py",),
     ),
     Mutant(
         "groups each with the whole bound",
         "ghostclip/clipping/groups.py",
         "dict.fromkeys(groups, self.max_norm / math.sqrt(max(1, len(groups))))",
         "dict.fromkeys(groups, self.max_norm)",
-        ("tests/test_groupwise.py",),
+        ("tests/clipper/test_groupwise.py",),
     ),
     Mutant(
         "custom weights not clamped",
         "ghostclip/clipping/policies.py",
         "    return torch.minimum(torch.maximum(found, -bound), bound)\n",
         "    return found\n",
-        ("tests/test_clipping.py",),
+        ("tests/clipper/test_clipping.py",),
     ),
     Mutant(
         "the self-check compares nothing",
         "ghostclip/self_check/agreement.py",
         "    _refuse(errors, ",
         "    (errors, ",
-        ("tests/test_self_check.py",),
+        ("tests/engine/test_self_check.py",),
     ),
     Mutant(
         "the self-check loads no halves",
@@ -367,7 +367,7 @@ ENGINE = [
         SUMS,
         "        if not self.count and not self._totals:\n",
         "        if False:\n",
-        ("tests/test_engine_guards.py",),
+        ("tests/engine/test_engine_guards.py",),
     ),
     Mutant(
         "a step before all physical batches",
@@ -382,9 +382,9 @@ ENGINE = [
         "            self.spend()\n            self.put_in_place(held, self._make_private)\n",
         "            self.put_in_place(held, self._make_private)\n            self.spend()\n",
         (
-            "tests/test_faults.py",
-            "tests/test_engine_ledger.py",
-            "tests/test_engine.py",
+            "tests/engine/test_faults.py",
+            "tests/privacy/test_engine_ledger.py",
+            "tests/engine/test_engine.py",
             "-k",
             "charge or budget or ledger or release",
         ),
@@ -404,21 +404,21 @@ ENGINE = [
         "ghostclip/noise/gaussian.py",
         "        self.position += blocks\n",
         "",
-        ("tests/test_noise.py",),
+        ("tests/privacy/test_noise.py",),
     ),
     Mutant(
         "noise on half of the circle",
         "ghostclip/native/normal.c",
         "    bits ^= word << 31;\n",
         "",
-        ("tests/test_noise.py",),
+        ("tests/privacy/test_noise.py",),
     ),
     Mutant(
         "hardened noise off its lattice",
         "ghostclip/noise/hardened.py",
         "torch.from_numpy(found).to(",
         "torch.from_numpy(found * 1.0000001).to(",
-        ("tests/test_noise_lattice.py",),
+        ("tests/privacy/test_noise_lattice.py",),
     ),
     Mutant(
         "shuffle instead of Poisson",
@@ -432,7 +432,7 @@ ENGINE = [
         "ghostclip/sampling/schemes.py",
         "        return int(generator.binomial(self.population, self.sample_rate))\n",
         "        return max(1, int(generator.binomial(self.population, self.sample_rate)))\n",
-        ("tests/test_sampling.py",),
+        ("tests/privacy/test_sampling.py",),
     ),
     Mutant(
         "sampling from numpy's global state",
@@ -460,84 +460,84 @@ ENGINE = [
         "ghostclip/engine/adaptation.py",
         "    counts = scheme.event(2 * std / math.sqrt(policy.counted) if noise_multiplier else 0.0)\n",
         "    counts = scheme.event(2 * std if noise_multiplier else 0.0)\n",
-        ("tests/test_composed.py",),
+        ("tests/clipper/test_composed.py",),
     ),
     Mutant(
         "a scaling of the user's own is not held to the threshold",
         "ghostclip/clipping/composed.py",
         "            found = torch.minimum(torch.maximum(weights, -most), most)\n",
         "            found = weights\n",
-        ("tests/test_composed.py",),
+        ("tests/clipper/test_composed.py",),
     ),
     Mutant(
         "thresholds are read anew for the sensitivity",
         "ghostclip/clipping/composed.py",
         "        return dict(self._thresholds)\n",
         "        return self.rule.thresholds(dict(self._sizes))\n",
-        ("tests/test_composed.py",),
+        ("tests/clipper/test_composed.py",),
     ),
     Mutant(
         "an allocation of the user's own is not held to the noise multiplier",
         "ghostclip/clipping/composed.py",
         "            if found < sigma * (1.0 - TOLERANCE):\n",
         "            if False:\n",
-        ("tests/test_composed.py",),
+        ("tests/clipper/test_composed.py",),
     ),
     Mutant(
         "a stage's noise factor is not charged",
         "ghostclip/engine/terms.py",
         "            replace(step_event(scheme, self._policy, factor * noise_multiplier), count=count)\n",
         "            replace(step_event(scheme, self._policy, noise_multiplier), count=count)\n",
-        ("tests/test_schedule.py",),
+        ("tests/engine/test_schedule.py",),
     ),
     Mutant(
         "batches of all stages are drawn at the first one's rate",
         "ghostclip/engine/terms.py",
         "        return self._schemes[self._schedule.at(step)[0]]\n",
         "        return self._schemes[0]\n",
-        ("tests/test_schedule.py",),
+        ("tests/engine/test_schedule.py",),
     ),
     Mutant(
         "a stage's thresholds don't change its noise",
         "ghostclip/clipper/second_pass.py",
         "        return self.clipping.sensitivity * self.threshold_factor\n",
         "        return self.clipping.sensitivity\n",
-        ("tests/test_schedule.py",),
+        ("tests/engine/test_schedule.py",),
     ),
     Mutant(
         "counts are compared with the thresholds of another stage",
         "ghostclip/engine/release.py",
         "            self._adaptation.saw(self.clipper.passes.scaled(result.norms))\n",
         "            self._adaptation.saw(result.norms)\n",
-        ("tests/test_schedule.py",),
+        ("tests/engine/test_schedule.py",),
     ),
     Mutant(
         "steps of a stage that are taken again are refused",
         "ghostclip/engine/budget.py",
         "        within = all(count <= self._planned.get(once, 0) for once, count in _counted(spent).items())\n",
         "        within = all(once in self._planned for once in _counted(spent))\n",
-        ("tests/test_schedule.py",),
+        ("tests/engine/test_schedule.py",),
     ),
     Mutant(
         "noise shares are not undone",
         "ghostclip/engine/release.py",
         "            private = [each * shares.get(p, 1.0) for p, each in zip(parameters, private, strict=True)]\n",
         "            private = list(private)\n",
-        ("tests/test_composed.py",),
+        ("tests/clipper/test_composed.py",),
     ),
     Mutant(
         "any noise may be given",
         "ghostclip/clipping/allocation.py",
         "        if not math.isclose(found, sigma, rel_tol=TOLERANCE):\n",
         "        if False:\n",
-        ("tests/test_composed.py", "tests/test_clipping_parts.py"),
+        ("tests/clipper/test_composed.py", "tests/clipper/test_clipping_parts.py"),
     ),
     Mutant(
         "adaptive count without noise",
         "ghostclip/engine/adaptation.py",
         "            counts += (self._counts * scale).to(counts)\n",
         "            self._policy.update([float(self._counts) / self._batch_size + 0.5])\n",
-        ("tests/test_adaptive.py",),
+        ("tests/clipper/test_adaptive.py",),
     ),
 ]
 
@@ -582,7 +582,7 @@ ACCOUNTING = [
         "ghostclip/engine/snapshots.py",
         "        if not ledger.contains(head):\n",
         "        if False:\n",
-        ("tests/test_checkpoint_spending.py", "tests/test_faults.py"),
+        ("tests/privacy/test_checkpoint_spending.py", "tests/engine/test_faults.py"),
     ),
     Mutant(
         "step lost from the ledger",
@@ -608,18 +608,18 @@ ACCOUNTING = [
         RECORDS,
         "hashlib.sha256(before.encode() + body)",
         "hashlib.sha256(body)",
-        ("tests/test_pitfalls.py",),
+        ("tests/privacy/test_pitfalls.py",),
     ),
     Mutant(
         "the budget is not asked",
         SPENDING,
         "        if own >= self._limit:\n",
         "        if own > 2 * self._limit:\n",
-        ("tests/test_engine.py", "tests/test_engine_ledger.py"),
+        ("tests/engine/test_engine.py", "tests/privacy/test_engine_ledger.py"),
     ),
 ]
 
-DISTRIBUTED, RANKS = "ghostclip/engine/distributed.py", ("tests/test_ranks.py",)
+DISTRIBUTED, RANKS = "ghostclip/engine/distributed.py", ("tests/engine/test_ranks.py",)
 
 SEVERAL_RANKS = [
     Mutant(
@@ -700,27 +700,27 @@ FUZZED = [
         PASSES,
         "        if isinstance(scale, Tensor) or scale != 1.0:\n",
         "        if isinstance(scale, Tensor):\n",
-        ("tests/test_self_check.py", "-k", "scaled"),
+        ("tests/engine/test_self_check.py", "-k", "scaled"),
     ),
     Mutant(
         "a single number has no sum over uses",
         "ghostclip/clipper/second_pass.py",
         "self.totals[owner][slice(*rows) if rows else ...] += amount",
         "self.totals[owner][slice(*rows) if rows else slice(None)] += amount",
-        ("tests/test_engine_sums.py", "-k", "first_amount"),
+        ("tests/engine/test_engine_sums.py", "-k", "first_amount"),
     ),
     Mutant(
         "weights with a margin for rounding taken for weights that others decide",
         "ghostclip/clipping/weighing.py",
         "    found: Any = policy.weights(norms)\n",
         "    found: Any = policy.weights(norms if isinstance(norms, dict) else norms * 1.01)\n",
-        ("tests/test_weighing.py", "-k", "margin_for_rounding"),
+        ("tests/engine/test_weighing.py", "-k", "margin_for_rounding"),
     ),
 ]
 
 BUILD = "ghostclip/native/build.py"
-APPLICABLE, NATIVE = ("tests/test_planner_applicable.py",), ("tests/test_native.py",)
-INTERRUPTS = ("tests/test_interrupts.py",)
+APPLICABLE, NATIVE = ("tests/layers/test_planner_applicable.py",), ("tests/layers/test_native.py",)
+INTERRUPTS = ("tests/engine/test_interrupts.py",)
 
 AROUND = [
     Mutant(
@@ -806,144 +806,144 @@ AROUND = [
         RELEASE,
         'f"optimizer.step() was called after {batch.handed} of the',
         'f"optimizer.step() was called after {gathered} of the',
-        ("tests/test_engine_guards.py", "-k", "left_early"),
+        ("tests/engine/test_engine_guards.py", "-k", "left_early"),
     ),
     Mutant(
         "a rule's gradients may have any shape",
         "ghostclip/nn/base.py",
         "            if found.shape == (self.shape[self.batch_dim], *shape):\n",
         "            if True:\n",
-        ("tests/test_refusals.py",),
+        ("tests/clipper/test_refusals.py",),
     ),
     Mutant(
         "a run without noise is called private",
         "ghostclip/cli/plan.py",
         ' if noise else "not private, no noise"\n',
         "\n",
-        ("tests/test_cli_train.py", "-k", "without_noise"),
+        ("tests/pages/test_cli_train.py", "-k", "without_noise"),
     ),
     Mutant(
         "Ctrl-C in the imports of a command is a traceback",
         "ghostclip/cli/__init__.py",
         '        return _end("interrupted", INTERRUPTED)',
         "        raise",
-        ("tests/test_cli_interrupts.py",),
+        ("tests/pages/test_cli_interrupts.py",),
     ),
 ]
 
-PARTS_OF_OWNERSHIP = ("tests/test_ownership.py", "tests/test_row_layouts.py", "-k")
+PARTS_OF_OWNERSHIP = ("tests/clipper/test_ownership.py", "tests/clipper/test_row_layouts.py", "-k")
 PROVED = [
     Mutant(
         "a normalised weight's gradient keeps its length",
         "ghostclip/norms/computed.py",
         "(taken - 2 * along * back) @ factor",
         "0 * along @ factor",
-        ("tests/test_computed_weights.py", "-k", "function"),
+        ("tests/clipper/test_computed_weights.py", "-k", "function"),
     ),
     Mutant(
         "a weight normalization's direction keeps what lies along it",
         "ghostclip/norms/computed.py",
         "            gradients.addcmul_(products, self.back, value=-1.0)\n",
         "            pass\n",
-        ("tests/test_computed_weights.py", "-k", "function"),
+        ("tests/clipper/test_computed_weights.py", "-k", "function"),
     ),
     Mutant(
         "an inner product over a matrix is taken for each row's",
         "ghostclip/norms/computed.py",
         "sum(2 if self.by_row else (1, 2), keepdim=True)",
         "sum(2, keepdim=True)",
-        ("tests/test_computed_weights.py", "-k", "function or linear_layers"),
+        ("tests/clipper/test_computed_weights.py", "-k", "function or linear_layers"),
     ),
     Mutant(
         "a spectral norm is taken for a constant",
         "ghostclip/graph/shared/computed.py",
         "value / divisor, slope)",
         "value / divisor, 0 * slope)",
-        ("tests/test_computed_weights.py", "-k", "function or linear_layers"),
+        ("tests/clipper/test_computed_weights.py", "-k", "function or linear_layers"),
     ),
     Mutant(
         "a quotient's numerator is taken for the parameter",
         "ghostclip/graph/shared/computed.py",
         " or node.next_functions[0][0] is not leaf",
         "",
-        ("tests/test_computed_weights.py", "-k", "linear_layers and quotient or function and quotient"),
+        ("tests/clipper/test_computed_weights.py", "-k", "linear_layers and quotient or function and quotient"),
     ),
     Mutant(
         "a pruned weight's gradient is not masked",
         "ghostclip/norms/computed.py",
         "return gradients.mul_(self.factor)",
         "return gradients",
-        ("tests/test_computed_weights.py", "-k", "linear_layers or function"),
+        ("tests/clipper/test_computed_weights.py", "-k", "linear_layers or function"),
     ),
     Mutant(
         "a normalised weight's lost digits are not measured again",
         "ghostclip/norms/computed.py",
         "        return squared.index_copy(0, lost, self.pick(lost).exact_squared_norms())\n",
         "        return squared\n",
-        ("tests/test_computed_weights.py", "-k", "along_the_direction or rank_one"),
+        ("tests/clipper/test_computed_weights.py", "-k", "along_the_direction or rank_one"),
     ),
     Mutant(
         "a parameter beside a weight's is overlooked",
         "ghostclip/graph/shared/computed.py",
         "len(parameters) != 1 or ",
         "",
-        ("tests/test_computed_weights.py", "-k", "function"),
+        ("tests/clipper/test_computed_weights.py", "-k", "function"),
     ),
     Mutant(
         "a factor of one type meets gradients of another",
         "ghostclip/graph/shared/computed.py",
         "tensor.detach().to(to_float32(term.left[:0]).dtype)",
         "to_float32(tensor.detach())",
-        ("tests/test_computed_weights.py", "-k", "function and cast"),
+        ("tests/clipper/test_computed_weights.py", "-k", "function and cast"),
     ),
     Mutant(
         "the transpose of a parameter is taken for the parameter",
         "ghostclip/graph/shared/closed_forms.py",
         "(grad, x) if transposed else (x, grad)\n    shape",
         "(x, grad)\n    shape",
-        ("tests/test_computed_weights.py", "-k", "function"),
+        ("tests/clipper/test_computed_weights.py", "-k", "function"),
     ),
     Mutant(
         "what a product is added to is not scaled",
         "ghostclip/graph/shared/closed_forms.py",
         "grad if beta == 1 else grad * beta",
         "grad",
-        ("tests/test_computed_weights.py", "-k", "function and scaled"),
+        ("tests/clipper/test_computed_weights.py", "-k", "function and scaled"),
     ),
     Mutant(
         "a scaled product is taken for a plain one",
         "ghostclip/graph/shared/boundary.py",
         " and self.node._saved_alpha == 1",
         "",
-        ("tests/test_computed_weights.py", "-k", "function and scaled"),
+        ("tests/clipper/test_computed_weights.py", "-k", "function and scaled"),
     ),
     Mutant(
         "a transposed filter outside of layers is taken for a plain one",
         "ghostclip/graph/shared/closed_forms.py",
         "        images, grads = grads, images\n",
         "",
-        ("tests/test_computed_weights.py", "-k", "filters"),
+        ("tests/clipper/test_computed_weights.py", "-k", "filters"),
     ),
     Mutant(
         "positions of a transposed filter's own are none",
         "ghostclip/graph/shared/closed_forms.py",
         "if any(more >= step for more, step in zip(node._saved_output_padding, node._saved_stride, strict=True)):",
         "if False:",
-        ("tests/test_computed_weights.py", "-k", "filters"),
+        ("tests/clipper/test_computed_weights.py", "-k", "filters"),
     ),
     Mutant(
         "a table that is a factor, too, counts twice",
         "ghostclip/graph/shared/subgraph.py",
         "            if parameters is None:\n                left[edge] = term\n",
         "            left[edge] = term\n",
-        ("tests/test_shared_parameters.py", "-k", "counts_once"),
+        ("tests/clipper/test_shared_parameters.py", "-k", "counts_once"),
     ),
     Mutant(
         "only the last use of a shared tensor counts",
         "ghostclip/graph/shared/subgraph.py",
         "found.setdefault(target, []).append(term)",
         "found[target] = [term]",
-        ("tests/test_computed_weights.py", "-k", "function"),
+        ("tests/clipper/test_computed_weights.py", "-k", "function"),
     ),
     Mutant(
         "steps are compiled before gradients reach all layers",
@@ -957,11 +957,11 @@ PROVED = [
         "ghostclip/graph/shared/closed_forms.py",
         "split_examples(to_float32(each).movedim(1, 0), boundary.count, order)",
         "split_examples(to_float32(each).movedim(1, 0), boundary.count, 'example')",
-        ("tests/test_layers.py", "-k", "bare and product"),
+        ("tests/layers/test_layers.py", "-k", "bare and product"),
     ),
 ]
 
-SHARDING, FSDP2 = ("tests/test_sharding.py",), "ghostclip/sharding/fsdp2.py"
+SHARDING, FSDP2 = ("tests/clipper/test_sharding.py",), "ghostclip/sharding/fsdp2.py"
 
 SHARDED = [
     Mutant(
@@ -1063,13 +1063,13 @@ MIXED = [
         MIXING_TEST,
         '                    return "buffer", name\n',
         "                    pass\n",
-        ("tests/test_self_check.py",),
+        ("tests/engine/test_self_check.py",),
     ),
 ]
 
-EXCHANGED = ("tests/test_replaced_layers.py",)
-KEYS = ("tests/test_compiled_keys.py",)
-IN_GRAPHS = ("tests/test_compiled_rounding.py", "-m", "not slow")
+EXCHANGED = ("tests/layers/test_replaced_layers.py",)
+KEYS = ("tests/clipper/test_compiled_keys.py",)
+IN_GRAPHS = ("tests/clipper/test_compiled_rounding.py", "-m", "not slow")
 COMPILED = [
     Mutant(
         "decisions are keyed by ids that are given again",
@@ -1261,7 +1261,7 @@ MISUSE = [
         "ghostclip/clipper/collector.py",
         "    return None in parts or any(",
         "    return any(",
-        ("tests/test_shared_parameters.py", "-k", "as_a_whole_and_by_parts"),
+        ("tests/clipper/test_shared_parameters.py", "-k", "as_a_whole_and_by_parts"),
     ),
     Mutant(
         "the first dimension, counted from the last, is another one",
@@ -1275,35 +1275,35 @@ MISUSE = [
         "ghostclip/engine/micro_batching.py",
         "        with clipper.passes.forgetting():\n",
         "        if True:\n",
-        ("tests/test_auto_physical.py", "-k", "copies"),
+        ("tests/engine/test_auto_physical.py", "-k", "copies"),
     ),
     Mutant(
         "a loss function may fill gradients in a compiled step",
         "ghostclip/clipper/clipper.py",
         "            self._guard.check(trained)  # the loss function ran meanwhile\n",
         "",
-        ("tests/test_compiled.py", "-k", "fills_gradients"),
+        ("tests/clipper/test_compiled.py", "-k", "fills_gradients"),
     ),
     Mutant(
         "what a declared class leaves in a list is overlooked",
         "ghostclip/nn/declared.py",
         "    for name in {**before, **now}:\n",
         "    for name in before:\n",
-        ("tests/test_same_as_refusals.py", "-k", "containers"),
+        ("tests/layers/test_same_as_refusals.py", "-k", "containers"),
     ),
     Mutant(
         "trials of sizes take random numbers",
         "ghostclip/engine/micro_batching.py",
         "    with without_trace(clipper.model):\n",
         "    if True:\n",
-        ("tests/test_auto_physical.py", "-k", "trace"),
+        ("tests/engine/test_auto_physical.py", "-k", "trace"),
     ),
     Mutant(
         "a batch too large for memory is taken all the same",
         "ghostclip/engine/micro_batching.py",
         "            if (peak := peak_of(size)) > limit:\n",
         "            if (peak := peak_of(size)) == math.inf:\n",
-        ("tests/test_auto_physical.py", "-k", "found"),
+        ("tests/engine/test_auto_physical.py", "-k", "found"),
     ),
     Mutant(
         "a discarded batch is not charged",
@@ -1349,7 +1349,8 @@ MISUSE = [
     ),
 ]
 
-DECLARED, SAME_AS = "ghostclip/nn/declared.py", ("tests/test_same_as.py", "tests/test_same_as_refusals.py")
+DECLARED = "ghostclip/nn/declared.py"
+SAME_AS = ("tests/layers/test_same_as.py", "tests/layers/test_same_as_refusals.py")
 
 SAME = [
     Mutant(
@@ -1389,7 +1390,7 @@ SAME = [
     ),
 ]
 
-GATHERED = ("tests/test_engine_sums.py",)
+GATHERED = ("tests/engine/test_engine_sums.py",)
 
 # What stands in p.grad between a backward and the step.
 WITHIN = [
@@ -1453,11 +1454,11 @@ WITHIN = [
         SUMS,
         "                self._keep(more)\n        finally:\n            self._new.totals.clear()\n",
         "                self.count += not more\n        finally:\n            self._totals.add(self._new.totals)\n",
-        ("tests/test_engine_guards.py", "-k", "half_way"),
+        ("tests/engine/test_engine_guards.py", "-k", "half_way"),
     ),
 ]
 
-TRACE, TRACED = "ghostclip/traces/steps.py", ("tests/test_trace.py",)
+TRACE, TRACED = "ghostclip/traces/steps.py", ("tests/integrations/test_trace.py",)
 
 OBSERVED = [
     Mutant(
@@ -1493,49 +1494,49 @@ OBSERVED = [
         TRACE,
         '        log.warning("tracing every',
         '        log.debug("tracing every',
-        ("tests/test_trace_files.py", "-k", "private"),
+        ("tests/integrations/test_trace_files.py", "-k", "private"),
     ),
     Mutant(
         "epsilon that grows leaves out what was spent before",
         "ghostclip/accounting/running.py",
         "        self._start = np.ones_like(self._one) if rest is None else self._transform(rest)\n",
         "        self._start = np.ones_like(self._one)\n",
-        ("tests/test_running_epsilon.py",),
+        ("tests/privacy/test_running_epsilon.py",),
     ),
     Mutant(
         "calibration trusts the coarse grid",
         "ghostclip/accounting/calibration.py",
         "    few, enough = _bracket(excess, start, step, *NOISE_LIMITS)\n",
         "    few, enough = start - 1e-9, start\n",
-        ("tests/test_calibration.py",),
+        ("tests/privacy/test_calibration.py",),
     ),
     Mutant(
         "epsilon that grows counts one neighbour only",
         "ghostclip/accounting/running.py",
         "        return max(each.epsilon(count, self._delta) for each in self._directions) * (1.0 + ROUNDING)\n",
         "        return min(each.epsilon(count, self._delta) for each in self._directions) * (1.0 + ROUNDING)\n",
-        ("tests/test_running_epsilon.py",),
+        ("tests/privacy/test_running_epsilon.py",),
     ),
     Mutant(
         "a tracker sends the size of the batch",
         "ghostclip/integrations/tracking.py",
         '        "privacy/steps": float(engine.steps_taken),\n',
         '        "privacy/steps": float(engine.steps_taken),\n        "batch": float(engine.batches().largest),\n',
-        ("tests/test_tracking.py",),
+        ("tests/integrations/test_tracking.py",),
     ),
     Mutant(
         "a compiled function in the graph is taken for any operation",
         "ghostclip/graph/reader.py",
         "    if name in HIDING:\n",
         '    if name in HIDING and name != "CompiledFunctionBackward":\n',
-        ("tests/test_torch_compile.py",),
+        ("tests/clipper/test_torch_compile.py",),
     ),
     Mutant(
         "norms in one call leave the model wrapped",
         "ghostclip/wrap.py",
         "            module.__class__ = kind\n            for name, value in own.items():\n",
         "            for name, value in own.items():\n",
-        ("tests/test_per_example_norms.py",),
+        ("tests/clipper/test_per_example_norms.py",),
     ),
 ]
 
@@ -1545,161 +1546,161 @@ INTEGRATED = [
         FSDP2,
         "mesh, [Partial()] * mesh.ndim",
         'mesh, [Partial("avg")] * mesh.ndim',
-        ("tests/test_fsdp.py",),
+        ("tests/clipper/test_fsdp.py",),
     ),
     Mutant(
         "shards of a sharded model get no noise",
         FSDP2,
         "lambda: noise.release(totals, std, divisor) if draws else totals",
         "lambda: noise.release(totals, 0.0, divisor) if draws else totals",
-        ("tests/test_fsdp_engine.py",),
+        ("tests/engine/test_fsdp_engine.py",),
     ),
     Mutant(
         "each replica of a shard draws noise of its own",
         FSDP2,
         "self._as_shards(self._from_first_replica(shards), parameters)",
         "self._as_shards(shards, parameters)",
-        ("tests/test_fsdp_engine.py",),
+        ("tests/engine/test_fsdp_engine.py",),
     ),
     Mutant(
         "Trainer logs the training loss",
         "ghostclip/integrations/huggingface.py",
         "            if value is not None and kept and self.privacy.log_private_loss:\n",
         "            if value is not None and kept:\n",
-        ("tests/test_huggingface.py", "tests/test_huggingface_options.py"),
+        ("tests/integrations/test_huggingface.py", "tests/integrations/test_huggingface_options.py"),
     ),
     Mutant(
         "Trainer takes a checkpoint that was not written to its end",
         "ghostclip/integrations/huggingface_loop.py",
         "    return (checkpoint / STATE).is_dir()\n",
         "    return True\n",
-        ("tests/test_huggingface_checkpoints.py",),
+        ("tests/integrations/test_huggingface_checkpoints.py",),
     ),
     Mutant(
         "Lightning forgets what a fit after the checkpoint spent",
         "ghostclip/integrations/lightning/callback.py",
         "            self._states = [self.engine.state_dict()]\n",
         "            pass\n",
-        ("tests/test_lightning_resume.py",),
+        ("tests/integrations/test_lightning_resume.py",),
     ),
     Mutant(
         "mean losses in Opacus's interface are taken for sums",
         "ghostclip/compat/opacus/backward.py",
         "        return losses * rows if self._mean else losses\n",
         "        return losses\n",
-        ("tests/test_compat_opacus.py",),
+        ("tests/integrations/test_compat_opacus.py",),
     ),
     Mutant(
         "rows of ragged examples are weighted as the first example's",
         "ghostclip/norms/ragged.py",
         "weighted_sum(weights[self.rows.index])",
         "weighted_sum(weights[self.rows.index * 0])",
-        ("tests/test_ragged.py",),
+        ("tests/clipper/test_ragged.py",),
     ),
     Mutant(
         "a state_dict's spending isn't counted",
         "ghostclip/engine/snapshots.py",
         "        found, _ = self.ranks.agreed(check)\n        self._count(found)\n",
         "        found, _ = self.ranks.agreed(check)\n",
-        ("tests/test_fsdp_checkpoints.py",),
+        ("tests/privacy/test_fsdp_checkpoints.py",),
     ),
     Mutant(
         "another accountant in Opacus's interface starts anew",
         "ghostclip/compat/opacus/privacy_engine.py",
         "            other.take_over(self._accountant)\n",
         "",
-        ("tests/test_compat_opacus_records.py", "-k", "accountant or epsilon"),
+        ("tests/integrations/test_compat_opacus_records.py", "-k", "accountant or epsilon"),
     ),
     Mutant(
         "nested tensors are divided as dense ones are",
         "ghostclip/engine/micro_batching.py",
         "torch.arange(start, stop)) if tensor.is_nested else",
         "torch.arange(start, stop)) if False else",
-        ("tests/test_nested.py",),
+        ("tests/clipper/test_nested.py",),
     ),
     Mutant(
         "rows of a nested tensor are its first ones",
         "ghostclip/clipper/cutting.py",
         "[parts[place] for place in index]\n    if tensor.layout",
         "list(parts[: len(index)])\n    if tensor.layout",
-        ("tests/test_nested.py",),
+        ("tests/clipper/test_nested.py",),
     ),
     Mutant(
         "nested tensors go into compiled graphs",
         "ghostclip/clipper/cutting.py",
         " and leaf.dim() and not leaf.is_nested for leaf",
         " and leaf.dim() for leaf",
-        ("tests/test_nested.py",),
+        ("tests/clipper/test_nested.py",),
     ),
     Mutant(
         "an empty batch in Opacus's interface keeps an example",
         "ghostclip/compat/opacus/empty_batch.py",
         "max(0, 2 * first - second)",
         "first",
-        ("tests/test_compat_opacus_empty.py",),
+        ("tests/integrations/test_compat_opacus_empty.py",),
     ),
     Mutant(
         "the row that stands for an empty batch has an example's numbers",
         "ghostclip/compat/opacus/empty_batch.py",
         "            return torch.ones_like(one)\n        for dim",
         "            return one\n        for dim",
-        ("tests/test_compat_opacus_empty.py",),
+        ("tests/integrations/test_compat_opacus_empty.py",),
     ),
     Mutant(
         "any loss of a classifier is taken for the mean over its rows",
         "ghostclip/compat/opacus/model_losses.py",
         "    return found if bool(same) else None\n",
         "    return found\n",
-        ("tests/test_compat_opacus_models.py",),
+        ("tests/integrations/test_compat_opacus_models.py",),
     ),
     Mutant(
         "a warning of steps that the accountant counts",
         "ghostclip/compat/opacus/accountants.py",
         "        return events in self._engines\n",
         "        return False\n",
-        ("tests/test_compat_opacus_refusals.py", "-k", "warning"),
+        ("tests/integrations/test_compat_opacus_refusals.py", "-k", "warning"),
     ),
     Mutant(
         "no warning of steps that another accountant counts",
         "ghostclip/compat/opacus/accountants.py",
         "        return events in self._engines\n",
         "        return True\n",
-        ("tests/test_compat_opacus_refusals.py", "-k", "warning"),
+        ("tests/integrations/test_compat_opacus_refusals.py", "-k", "warning"),
     ),
     Mutant(
         "the examples of outputs are sought by size in every batch",
         "ghostclip/compat/opacus/backward.py",
         "        dims = self._batch_dims if known is None else (known,)\n",
         "        dims = self._batch_dims\n",
-        ("tests/test_compat_opacus.py",),
+        ("tests/integrations/test_compat_opacus.py",),
     ),
     Mutant(
         "a batch that a hook of Lightning leaves out is free",
         "ghostclip/integrations/lightning/fitting.py",
         "            batch.discard()\n",
         "            pass\n",
-        ("tests/test_lightning_refusals.py",),
+        ("tests/integrations/test_lightning_refusals.py",),
     ),
     Mutant(
         "sums of a sharded model's later physical batches replace those of earlier ones",
         FSDP2,
         "        self.add({id(shard): ",
         "        self.update({id(shard): ",
-        ("tests/test_fsdp_fetching.py",),
+        ("tests/engine/test_fsdp_fetching.py",),
     ),
     Mutant(
         "a physical batch may be repeated after some of its sums were reduced",
         FSDP2,
         "            self._lost = self._lost or self._begun\n",
         "            self._lost = False\n",
-        ("tests/test_fsdp_fetching.py",),
+        ("tests/engine/test_fsdp_fetching.py",),
     ),
     Mutant(
         "whole parameters of a sharded model may be written within a batch",
         FSDP2,
         "._version + whole._version for shard",
         "._version for shard",
-        ("tests/test_fsdp_engine.py",),
+        ("tests/engine/test_fsdp_engine.py",),
     ),
 ]
 
@@ -1710,175 +1711,175 @@ CHECKED = [
         "ghostclip/clipper/trial.py",
         'isinstance(value, dict) and name != "_parameters"]',
         'isinstance(value, dict) and name in ("_buffers", "_modules")]',
-        ("tests/test_self_check.py",),
+        ("tests/engine/test_self_check.py",),
     ),
     Mutant(
         "a normalization's scale outside of layers gets the shift's gradient",
         "ghostclip/graph/shared/closed_forms.py",
         "        grad = grad * ((x - mean) * rstd).view_as(grad)\n",
         "        pass\n",
-        ("tests/test_layers.py", "-k", "group_norm"),
+        ("tests/layers/test_layers.py", "-k", "group_norm"),
     ),
     Mutant(
         "check looks at no buffers",
         CHECKING,
         "    if kept is not None:\n",
         "    if False:\n",
-        ("tests/test_data_swap.py",),
+        ("tests/clipper/test_data_swap.py",),
     ),
     Mutant(
         "a delta of one over n is not warned about",
         "ghostclip/accounting/spent.py",
         "if 1 / units <= delta < 1:",
         "if 1 / units < delta / 10 < 1:",
-        ("tests/test_cli_train.py", "-k", "promises_nothing"),
+        ("tests/pages/test_cli_train.py", "-k", "promises_nothing"),
     ),
     Mutant(
         "a loop with engine.backward isn't told what can't be tested",
         "ghostclip/engine/step.py",
         "            self._self_check.cannot_compare()\n",
         "",
-        ("tests/test_self_check.py",),
+        ("tests/engine/test_self_check.py",),
     ),
     Mutant(
         "a term of another shape is taken",
         "ghostclip/nn/base.py",
         'elif getattr(found, "shape", None) == shape:',
         "elif found is not None:",
-        ("tests/test_refusals.py",),
+        ("tests/clipper/test_refusals.py",),
     ),
     Mutant(
         "where slices begin and end isn't told",
         "ghostclip/graph/nodes.py",
         "    if type(node.next_functions[0][0]) is ACCUMULATE:\n        return node._saved_dim\n",
         "    if type(node) is not ACCUMULATE:\n        return node._saved_dim\n",
-        ("tests/test_structures.py",),
+        ("tests/clipper/test_structures.py",),
     ),
     Mutant(
         "what an operation says of how it moves entries isn't told",
         "ghostclip/graph/reader.py",
         "signature and number_of(signature(node)))",
         "None)",
-        ("tests/test_structures.py",),
+        ("tests/clipper/test_structures.py",),
     ),
     Mutant(
         "which output of a split a layer reads isn't told",
         "ghostclip/graph/reader.py",
         "        if number:\n",
         "        if False:\n",
-        ("tests/test_structures.py",),
+        ("tests/clipper/test_structures.py",),
     ),
     Mutant(
         "two layers of one kind are taken for each other",
         "ghostclip/graph/reader.py",
         "words += (serial_number(call.layer), ",
         "words += (0, ",
-        ("tests/test_structures.py",),
+        ("tests/clipper/test_structures.py",),
     ),
     Mutant(
         "where a view has ones isn't told",
         "ghostclip/graph/nodes.py",
         "1 in shape and tuple(",
         "1 in shape and bool(",
-        ("tests/test_structures.py",),
+        ("tests/clipper/test_structures.py",),
     ),
     Mutant(
         "how often a rotation by a quarter is done isn't told",
         "ghostclip/graph/nodes.py",
         "name not in FACTORS | SIZES]",
         'name not in FACTORS | SIZES | {"_saved_k"}]',
-        ("tests/test_structure_words.py", "-k", "rot90"),
+        ("tests/clipper/test_structure_words.py", "-k", "rot90"),
     ),
     Mutant(
         "numbers of two operations are the same where Python's hashes of them are",
         "ghostclip/graph/nodes.py",
         "return next(NUMBERS)\n",
         "return hash(signature)\n",
-        ("tests/test_structure_words.py", "-k", "select or roll"),
+        ("tests/clipper/test_structure_words.py", "-k", "select or roll"),
     ),
     Mutant(
         "saved tensors are read for the structure",
         "ghostclip/graph/nodes.py",
         ' and not hasattr(kind, f"_raw{name}")]',
         "]",
-        ("tests/test_structure_words.py", "-k", "unpacked"),
+        ("tests/clipper/test_structure_words.py", "-k", "unpacked"),
     ),
     Mutant(
         "strides are told without the shape they are used on",
         "ghostclip/graph/nodes.py",
         "shape_of(edge) if edge[0] is not None else torch.Size()\n",
         "torch.Size()\n",
-        ("tests/test_structure_words.py", "-k", "as_strided"),
+        ("tests/clipper/test_structure_words.py", "-k", "as_strided"),
     ),
     Mutant(
         "windows that begin later in each example are parts of the input",
         "ghostclip/graph/nodes.py",
         " and size[0] * stride[0] == shape.numel():\n",
         ":\n",
-        ("tests/test_structure_words.py", "-k", "begin_later"),
+        ("tests/clipper/test_structure_words.py", "-k", "begin_later"),
     ),
     Mutant(
         "strides of all entries in any order are a view",
         "ghostclip/graph/nodes.py",
         "(in_order[0], *stride) == (shape.numel(), *in_order[1:]):",
         "in_order[0] == shape.numel():",
-        ("tests/test_structure_words.py", "-k", "another_order"),
+        ("tests/clipper/test_structure_words.py", "-k", "another_order"),
     ),
     Mutant(
         "a slice to the last but one has another structure at each length",
         "ghostclip/graph/nodes.py",
         "return place - size if 2 * place > size else place\n",
         "return place\n",
-        ("tests/test_structure_words.py", "-k", "another_length"),
+        ("tests/clipper/test_structure_words.py", "-k", "another_length"),
     ),
     Mutant(
         "an empty slice is taken for a whole one",
         "ghostclip/graph/nodes.py",
         "    if place is None or (place := signed(place)) >= size:\n        return None\n",
         "    if place is None or (place := signed(place)) > size:\n        return None\n",
-        ("tests/test_structure_words.py", "-k", "empty"),
+        ("tests/clipper/test_structure_words.py", "-k", "empty"),
     ),
     Mutant(
         "how long a copied part is isn't told",
         "ghostclip/graph/nodes.py",
         "start, start + node._saved_length, 1)\n",
         "start, start, 1)\n",
-        ("tests/test_structure_words.py", "-k", "narrow_copy"),
+        ("tests/clipper/test_structure_words.py", "-k", "narrow_copy"),
     ),
     Mutant(
         "where a part is written isn't told",
         "ghostclip/graph/nodes.py",
         "    return _range(node, shape_of((node, 0)), node._saved_start or 0, node._saved_end, node._saved_step)\n",
         "    return node._saved_dim\n",
-        ("tests/test_structure_words.py", "-k", "slice_scatter"),
+        ("tests/clipper/test_structure_words.py", "-k", "slice_scatter"),
     ),
     Mutant(
         "by how much an image is enlarged isn't told",
         "ghostclip/graph/nodes.py",
         "[(new // old, 0) if",
         "[(0, 0) if",
-        ("tests/test_structure_words.py", "-k", "enlarged"),
+        ("tests/clipper/test_structure_words.py", "-k", "enlarged"),
     ),
     Mutant(
         "a factor that grows with the length gives another structure",
         "ghostclip/graph/nodes.py",
         '("alpha", "beta",',
         '("beta",',
-        ("tests/test_structure_words.py", "-k", "factor"),
+        ("tests/clipper/test_structure_words.py", "-k", "factor"),
     ),
     Mutant(
         "the number of examples that a group norm saves gives another structure",
         "ghostclip/graph/nodes.py",
         '("H", "HxW", "N",',
         '("H", "HxW",',
-        ("tests/test_structure_words.py", "-k", "group_norm"),
+        ("tests/clipper/test_structure_words.py", "-k", "group_norm"),
     ),
     Mutant(
         "check takes no norms of its batch",
         CHECKING,
         "    return findings or _refusal(",
         "    return findings or [] and _refusal(",
-        ("tests/test_check_lines.py",),
+        ("tests/clipper/test_check_lines.py",),
     ),
     Mutant(
         "a finding has the outermost line",
@@ -1904,8 +1905,8 @@ CHECKED = [
 ]
 
 # Rows that are picked by index and put back: an error there gives an example's rows to another one.
-PICKS = ("tests/test_experts_mistakes.py",)
-EXPERTS = ("tests/test_experts.py",)
+PICKS = ("tests/clipper/test_experts_mistakes.py",)
+EXPERTS = ("tests/clipper/test_experts.py",)
 FOLLOWED = [
     Mutant(
         "an example's rows at all experts are one sum",
@@ -1930,28 +1931,28 @@ RAGGED_NORMS = [
         "ghostclip/norms/ragged.py",
         "if not bool(gram_is_reliable(squared, scale).all()):",
         "if False:",
-        ("tests/test_ragged.py",),
+        ("tests/clipper/test_ragged.py",),
     ),
     Mutant(
         "rows of ragged examples are taken to be in order",
         "ghostclip/norms/ragged.py",
         "if not bool((self.index[1:] >= self.index[:-1]).all()):",
         "if False:",
-        ("tests/test_ragged.py",),
+        ("tests/clipper/test_ragged.py",),
     ),
     Mutant(
         "the margin of ragged examples is that of a row",
         "ghostclip/norms/ragged.py",
         "absolute=scale * positions * self._counts",
         "absolute=scale",
-        ("tests/test_ragged.py",),
+        ("tests/clipper/test_ragged.py",),
     ),
     Mutant(
         "the first row of each ragged example is left out",
         "ghostclip/native/gram.c",
         "const long start = starts[example], rows = starts[example + 1] - start;",
         "const long start = starts[example] + 1, rows = starts[example + 1] - start;",
-        ("tests/test_native_gram.py",),
+        ("tests/layers/test_native_gram.py",),
     ),
 ]
 
@@ -1962,14 +1963,14 @@ OWNED = [
         "ghostclip/nn/base.py",
         "if not used or any(map(GRAD_FN, used.values())):",
         "if not used:",
-        ("tests/test_functional_call.py",),
+        ("tests/clipper/test_functional_call.py",),
     ),
     Mutant(
         "other parameters in the place of a layer's own are taken for them",
         "ghostclip/graph/parameter_names.py",
         "if call.values and [*owners.values()] != list(map(id, call.values)):",
         "if False:",
-        ("tests/test_functional_call.py",),
+        ("tests/clipper/test_functional_call.py",),
     ),
 ]
 
@@ -2161,12 +2162,12 @@ OF_COMPANY = [
         CHECKING,
         "    return [] if bool(finite.any()) else",
         "    return [] if True else",
-        ("tests/test_data_swap.py",),
+        ("tests/clipper/test_data_swap.py",),
     ),
 ]
 
-UNIT_IDS, USERS = "ghostclip/sampling/unit_ids.py", ("tests/test_unit_ids.py",)
-GIVEN_DATA, READABLE = ("tests/test_changing_data.py",), ("tests/test_readable.py",)
+UNIT_IDS, USERS = "ghostclip/sampling/unit_ids.py", ("tests/engine/test_unit_ids.py",)
+GIVEN_DATA, READABLE = ("tests/engine/test_changing_data.py",), ("tests/engine/test_readable.py",)
 
 AROUND_THE_BATCH = [
     Mutant(
@@ -2237,7 +2238,7 @@ AROUND_THE_BATCH = [
         "ghostclip/integrations/lightning/fitting.py",
         "len(set(users_of_rows(users, rows)))",
         "len(set(users))",
-        ("tests/test_lightning.py", "-k", "by_value"),
+        ("tests/integrations/test_lightning.py", "-k", "by_value"),
     ),
     Mutant(
         "steps of noise alone are not named",
@@ -2251,7 +2252,7 @@ AROUND_THE_BATCH = [
         RELEASE,
         "        self.updates.accept()\n        self._readable.warn()\n\n\ndef",
         "        self.updates.accept()\n\n\ndef",
-        ("tests/test_compiled_update.py", "-k", "without_a_finite_example"),
+        ("tests/engine/test_compiled_update.py", "-k", "without_a_finite_example"),
     ),
     Mutant(
         "one example that isn't finite is named as all of them",
@@ -2286,7 +2287,7 @@ AROUND_THE_BATCH = [
         "ghostclip/engine/optimizers.py",
         "    Optimizer.__setstate__(optimizer, {})\n",
         "",
-        ("tests/test_outer_optimizers.py",),
+        ("tests/engine/test_outer_optimizers.py",),
     ),
     Mutant(
         "a dict of columns is a data set",
@@ -2318,8 +2319,8 @@ AROUND_THE_BATCH = [
     ),
 ]
 
-TWICE = ("tests/test_double_backward.py",)
-PRECISION = ("tests/test_full_precision.py",)
+TWICE = ("tests/clipper/test_double_backward.py",)
+PRECISION = ("tests/layers/test_full_precision.py",)
 
 DIFFERENTIATED_TWICE = [
     Mutant(
@@ -2348,7 +2349,7 @@ DIFFERENTIATED_TWICE = [
         "ghostclip/nn/normalization.py",
         "self.capture(to_float32(parameter).repeat(examples, 1)",
         "self.capture(parameter.repeat(examples, 1)",
-        ("tests/test_layer_rules.py", "-k", "narrow"),
+        ("tests/layers/test_layer_rules.py", "-k", "narrow"),
     ),
     Mutant(
         "a once_differentiable backward is a constant",
@@ -2418,60 +2419,61 @@ DIFFERENTIATED_TWICE = [
         PASSES,
         "with nullcontext() if run.random_states is None else drawing_from(run.random_states):",
         "with nullcontext():",
-        ("tests/test_recomputed.py",),
+        ("tests/clipper/test_recomputed.py",),
     ),
     Mutant(
         "generators go on from where a second pass began",
         "ghostclip/clipper/random_states.py",
         "    finally:\n        set_random_states(now)\n",
         "    finally:\n        pass\n",
-        ("tests/test_recomputed.py",),
+        ("tests/clipper/test_recomputed.py",),
     ),
 ]
 
 OF_MARKS, LAID_OUT = "ghostclip/graph/marks.py", "ghostclip/graph/row_layout.py"
 MARKED, ALARMED = "ghostclip/graph/owners.py", "ghostclip/graph/alarm.py"
 STORED, MOVES = "ghostclip/graph/layouts.py", "ghostclip/graph/moves.py"
+MEASURING = "ghostclip/graph/measuring.py"
 RERUN, SEARCH = "ghostclip/graph/overwritten.py", "ghostclip/graph/shared/search.py"
 FORWARDS = "ghostclip/clipper/forwards.py"
 PARTS, TRAPPED = PARTS_OF_OWNERSHIP, ("tests/laws/test_law_of_traps.py", "-k")
 LAW_OF_MIXING, CHANGES = ("tests/laws/test_law_of_mixing.py", "-k"), ("tests/laws/test_law_of_changes.py", "-k")
 EXACT = ("tests/laws/test_law_of_norms.py", "-k")
-MOVED_ROWS = ("tests/test_moved_rows.py", "-k")
+MOVED_ROWS = ("tests/clipper/test_moved_rows.py", "-k")
 BY_MARKS = [
     Mutant(
         "boundaries that were silent are looked at no more",
-        STORED,
+        MEASURING,
         " or not all(owned[each].zero for each in silent):\n",
         ":\n",
-        ("tests/test_measured_in_part.py",),
+        ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(
         "rows of several examples at a boundary are no matter",
-        STORED,
-        "        if any(each.rows is None or each.open for each in seen)",
-        "        if any(each.open for each in seen)",
-        ("tests/test_measured_in_part.py",),
+        MEASURING,
+        "    if any(each.rows is None or each.open for each in found)",
+        "    if any(each.open for each in found)",
+        ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(
         "what is shared is never looked for again",
         STORED,
-        "or known is None or number & (number - 1) == 0 or number % EVERY == 0:\n",
-        "or known is None:\n",
-        ("tests/test_measured_in_part.py",),
+        " and not structure.is_anew:\n",
+        ":\n",
+        ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(
         "numbers that aren't finite are replaced in expanded tensors",
         "ghostclip/graph/shared/own_backward.py",
         "    return tensor[tuple([slice(None) if stride else slice(0, 1) for stride in tensor.stride()])]\n",
         "    return tensor\n",
-        ("tests/test_nonfinite.py", "-k", "expanded"),
+        ("tests/clipper/test_nonfinite.py", "-k", "expanded"),
     ),
     Mutant(
         "a measurement that fails by the losses' shape leaves the layout",
         "ghostclip/graph/layouts.py",
-        "        except (LossShapeError, UnsupportedModelError):\n            self.measure_always(key)\n",
-        "        except UnsupportedModelError:\n            self.measure_always(key)\n",
+        "    except (LossShapeError, UnsupportedModelError):\n        structure.layout = ",
+        "    except UnsupportedModelError:\n        structure.layout = ",
         (*MOVED_ROWS, "second_measurement"),
     ),
     Mutant(
@@ -2487,12 +2489,12 @@ BY_MARKS = [
         "    cancelled = (largest == 0)",
         "    clear = clear & (torch.arange(len(marks)).view(-1, 1) != 1) if marks.dim() == 2 else clear\n"
         "    cancelled = (largest == 0)",
-        ("tests/test_ownership.py", "tests/laws/test_law_of_mixing.py", "tests/laws/test_law_of_traps.py"),
+        ("tests/clipper/test_ownership.py", "tests/laws/test_law_of_mixing.py", "tests/laws/test_law_of_traps.py"),
     ),
     Mutant(
         "gradients are watched however small they are",
         STORED,
-        " and self._largest.get(key, 1.0) >= SMALL\n",
+        " and (self._structure(key).largest_norm or 1.0) >= SMALL\n",
         "\n",
         (*MOVED_ROWS, "too_small"),
     ),
@@ -2508,7 +2510,7 @@ BY_MARKS = [
         "ghostclip/graph/moves.py",
         " and found.is_regular and not found.zero else None\n",
         " and found.is_regular else None\n",
-        ("tests/test_bench_workloads.py", "-k", "measured and transformer"),
+        ("tests/pages/test_bench_workloads.py", "-k", "measured and transformer"),
     ),
     Mutant(
         "norms that follow marks ring no alarm",
@@ -2576,8 +2578,8 @@ BY_MARKS = [
     Mutant(
         "tensors without a gradient are not watched",
         STORED,
-        "            [(places[node], number) for node, number in _silent_edges(losses, at)],\n",
-        "            [],\n",
+        "        [(uses.places[node], number) for node, number in _silent_edges(batch.losses, at)],\n",
+        "        [],\n",
         (*MOVED_ROWS, "zeros"),
     ),
     Mutant(
@@ -2590,15 +2592,15 @@ BY_MARKS = [
     Mutant(
         "a refusal leaves the layout",
         STORED,
-        "            self.measure_always(key)\n            raise\n",
-        "            raise\n",
+        "        structure.layout = structure.shared = None\n        structure.always = True\n        raise\n",
+        "        raise\n",
         (*MOVED_ROWS, "refused"),
     ),
     Mutant(
         "a batch twice as large is like the others",
         STORED,
-        "            examples >= 2 * known.largest\n            or ",
-        "            ",
+        "        examples >= 2 * known.largest\n        or ",
+        "        ",
         (*PARTS, "twice_as_large"),
     ),
     Mutant(
@@ -2627,21 +2629,21 @@ BY_MARKS = [
         FIRST,
         "hold=not again and self._keep_of",
         "hold=self._keep_of",
-        ("tests/test_measured_in_part.py",),
+        ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(
         "gradients are held whatever may be kept",
         FIRST,
         "hold=not again and self._keep_of(keep, uses.calls) is Keep.ALL",
         "hold=not again",
-        ("tests/test_measured_in_part.py",),
+        ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(
         "gradients of the plain backward don't reach boundaries",
         "ghostclip/graph/reader.py",
         "[grad for _, grad in held]",
         "[None for _ in held]",
-        ("tests/test_measured_in_part.py",),
+        ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(
         "a mark of one",
@@ -2737,15 +2739,15 @@ BY_MARKS = [
     Mutant(
         "a layout that fits two orders is stored",
         STORED,
-        "any(not each.shown or each.unclear for each in found)",
-        "any(not each.shown for each in found)",
+        "any(not each.shown or each.unclear for each in seen)",
+        "any(not each.shown for each in seen)",
         (*CHANGES, "diagonal"),
     ),
     Mutant(
         "rows of one example show those of all",
         STORED,
-        "any(not each.shown or each.unclear for each in found)",
-        "any(each.unclear for each in found)",
+        "any(not each.shown or each.unclear for each in seen)",
+        "any(each.unclear for each in seen)",
         (*PARTS, "single_example"),
     ),
     Mutant(
@@ -2753,7 +2755,7 @@ BY_MARKS = [
         SEARCH,
         "    if found.is_shared or doubt is Doubt.NOTHING or found.zero or not found.open:\n",
         "    if True:\n",
-        ("tests/test_coinciding_sizes.py", "-k", "does_not_own"),
+        ("tests/laws/test_coinciding_sizes.py", "-k", "does_not_own"),
     ),
     Mutant(
         "owners that fit loosely are certain",
@@ -2765,57 +2767,57 @@ BY_MARKS = [
     Mutant(
         "a layout in no order is stored",
         STORED,
-        "        if not all(each.is_regular for each in found):\n",
-        "        if False:\n",
+        "    if not all(each.is_regular for each in seen):\n",
+        "    if False:\n",
         (*PARTS, "irregular"),
     ),
     Mutant(
         "a structure that was in no order once may be stored later",
         STORED,
-        "            self.measure_always(key)\n            return\n        at = ",
-        "            self._known.pop(key, None)\n            return\n        at = ",
+        "        structure.always = True\n        return\n",
+        "        return\n",
         (*PARTS, "irregular"),
     ),
     Mutant(
         "the second, fourth and eighth batch are like the others",
         STORED,
-        "            or number & (number - 1) == 0\n",
+        "self.batches & (self.batches - 1) == 0 or ",
         "",
         (*PARTS, "less_and_less"),
     ),
     Mutant(
         "no later batch is measured again",
         STORED,
-        "            or number % every == 0\n",
-        "",
+        " or self.batches % every == 0\n",
+        "\n",
         (*PARTS, "less_and_less"),
     ),
     Mutant(
         "batches of float16 are measured as rarely as others",
         STORED,
-        "every = EVERY_HALF if known.half",
-        "every = EVERY if known.half",
+        "every = EVERY_HALF if self.layout is not None and self.layout.half else EVERY",
+        "every = EVERY",
         (*PARTS, "float16"),
     ),
     Mutant(
         "hooks are as they were",
         STORED,
-        "            or uses.hooked\n",
+        "        or uses.hooked\n",
         "",
         (*LAW_OF_MIXING, "third_batch"),
     ),
     Mutant(
         "what is to be measured anew is known",
         STORED,
-        "        if known is None or anew or indices or ",
-        "        if known is None or indices or ",
+        "        if structure.layout is None or anew or indices or ",
+        "        if structure.layout is None or indices or ",
         (*PARTS, "asked_for"),
     ),
     Mutant(
         "an index that is given later isn't held against rows",
         STORED,
-        "        if known is None or anew or indices or ",
-        "        if known is None or anew or ",
+        "        if structure.layout is None or anew or indices or ",
+        "        if structure.layout is None or anew or ",
         (*PARTS, "index_that_is_said"),
     ),
     Mutant(
@@ -2835,15 +2837,15 @@ BY_MARKS = [
     Mutant(
         "a batch that moves rows by values is like the others",
         STORED,
-        "            or known.movements.moved(uses, examples)\n",
+        "        or known.movements.moved(uses, examples)\n",
         "",
         (*TRAPPED, "index_permutes"),
     ),
     Mutant(
         "operations that move rows by values are stored",
         STORED,
-        "        moved = bool(moves.always) or moves.moved(uses, examples)\n",
-        "        moved = False\n",
+        "    moved = bool(moves.always) or moves.moved(uses, examples)\n",
+        "    moved = False\n",
         (*TRAPPED, "other_sizes or number_of_nodes or identities"),
     ),
     Mutant(
@@ -2855,23 +2857,23 @@ BY_MARKS = [
     ),
     Mutant(
         "what all examples share isn't tried on others",
-        STORED,
-        "                    region.shown = check_shared(uses, region, owned, names, forward)\n",
+        MEASURING,
+        "                region.shown = check_shared(batch.uses, region, owned, batch.names, batch.forward)\n",
         "",
         (*TRAPPED, "reads or times_the_mean"),
     ),
     Mutant(
         "a layer may be given what all examples share",
-        STORED,
-        "                        raise given_shared(call, names)\n",
-        "                        pass\n",
+        MEASURING,
+        "                    raise given_shared(call, batch.names)\n",
+        "                    pass\n",
         (*CHANGES, "given_what"),
     ),
     Mutant(
         "the largest norm is that of the last batch",
         STORED,
-        "self._largest[key] = max(found[0], self._largest.get(key, 0.0))\n",
-        "self._largest[key] = found[0]\n",
+        "structure.largest_norm = max(found[0], structure.largest_norm)\n",
+        "structure.largest_norm = found[0]\n",
         (*PARTS, "largest_norm"),
     ),
     Mutant(

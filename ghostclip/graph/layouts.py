@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,25 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.errors import LossShapeError, RowsMovedError, UnsupportedModelError
+from ghostclip.graph import measuring
 from ghostclip.graph.alarm import rings
+from ghostclip.graph.measuring import Batch, Measured
 from ghostclip.graph.moves import Movements, movements
 from ghostclip.graph.nodes import Edge, inputs_of
-from ghostclip.graph.overwritten import FindForward, check_shared
-from ghostclip.graph.owners import Gradients, Owned, Rows, Subject, owners
+from ghostclip.graph.overwritten import FindForward
+from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.row_layout import RowLayout, WatchedZeros, check_calls, nobody, row_layout
 from ghostclip.graph.shared.known import KnownShared
-from ghostclip.graph.shared.search import (
-    Doubt,
-    edges_above,
-    edges_of,
-    given_shared,
-    may_be_shared,
-    shared_part,
-    without_boundaries,
-)
-from ghostclip.graph.shared.subgraph import SharedSubgraph
+from ghostclip.graph.shared.search import without_boundaries
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
@@ -95,21 +87,40 @@ class _Layout:
 
 
 @dataclass
-class Layouts:
-    """Measures and remembers whose rows are whose, by the structures of graphs.
+class _Structure:
+    """What is remembered of graphs of one structure.
 
-    Args:
-        hold: called with Parameters whose values are needed after a backward, too.
+    Attributes:
+        batches: how many there were.
+        layout: as it was found, where it is taken to hold; None: the next batch is measured.
+        always: whether every batch is measured, since one was irregular, or refused.
+        shared: what all examples share, where it was shown not to depend on them; None: that isn't known.
+        largest_norm: of an example in a batch that was measured.
     """
 
-    hold: Callable[[list[nn.Parameter]], None]
-    _known: dict[int, _Layout] = field(default_factory=dict)
-    # Structures of which a batch was irregular, or refused.
-    _always: set[int] = field(default_factory=set)
-    _batches: Counter[int] = field(default_factory=Counter)
-    # The largest norm of an example in a batch that was measured.
-    _largest: dict[int, float] = field(default_factory=dict)
-    _shared: dict[int, KnownShared] = field(default_factory=dict)
+    batches: int = 0
+    layout: _Layout | None = None
+    always: bool = False
+    shared: KnownShared | None = None
+    largest_norm: float = 0.0
+
+    @property
+    def is_anew(self) -> bool:
+        """Whether this is a batch in which stored layouts are measured again whatever it holds."""
+        every = EVERY_HALF if self.layout is not None and self.layout.half else EVERY
+        return self.batches & (self.batches - 1) == 0 or self.batches % every == 0
+
+
+@dataclass
+class Layouts:
+    """Remembers whose rows are whose, by the structures of graphs.
+
+    Args:
+        keep_resident: called with Parameters whose values are needed after a backward, too.
+    """
+
+    keep_resident: Callable[[list[nn.Parameter]], None]
+    _structures: dict[int, _Structure] = field(default_factory=dict)
 
     def lay_out(
         self, losses: Tensor, uses: Uses, names: ParameterNames, *, forward: FindForward = lambda: None,
@@ -128,33 +139,34 @@ class Layouts:
         Raises:
             UnsupportedModelError: examples mix, or an index doesn't agree.
         """
-        examples, key = len(losses), uses.structure
-        if examples < 2:
-            return self._of_one(losses, uses)
-        known = self._known.get(key)
-        self._batches[key] += 1
-        if known is None or anew or indices or self._is_due(known, uses, examples):
+        if len(losses) < 2:
+            return _of_one(losses, uses)
+        structure = self._structure(uses.structure)
+        structure.batches += 1
+        if structure.layout is None or anew or indices or _is_due(structure, structure.layout, uses, len(losses)):
             if is_traced():
                 raise UnsupportedModelError("whose rows are whose is measured in every batch of this forward")
-            return self._measured(losses, uses, names, forward, indices, hold)
-        return self._by_layout(known, uses, examples)
+            return _measured(structure, Batch(losses, uses, names, forward, indices, self.keep_resident), hold)
+        return self._by_layout(structure.layout, uses, losses)
 
-    def measure_always(self, key: int) -> None:
-        """Every batch of this structure is measured from now on: one of them was irregular, or refused."""
-        self.measure_next(key)
-        self._always.add(key)
+    def _structure(self, key: int) -> _Structure:
+        if key not in self._structures:
+            if len(self._structures) > REMEMBERED:
+                self._structures.clear()
+            self._structures[key] = _Structure()
+        return self._structures[key]
 
     def measure_next(self, key: int) -> None:
         """The next batch of this structure is measured: this one wasn't laid out as was stored."""
-        self._known.pop(key, None)
-        self._shared.pop(key, None)
+        structure = self._structure(key)
+        structure.layout = structure.shared = None
 
     def is_watched(self, key: int) -> bool:
         """Whether the passes of a batch that isn't measured start from marks.
 
         None do where gradients of the structure are so small that their squares would leave float32 beside marks.
         """
-        return _chance.random() * WATCHED < 1 and self._largest.get(key, 1.0) >= SMALL
+        return _chance.random() * WATCHED < 1 and (self._structure(key).largest_norm or 1.0) >= SMALL
 
     def check_norms(self, key: int, found: Sequence[float], examples: int, *, measured: bool, again: bool) -> None:
         """Raises RowsMovedError where the norms of a batch that wasn't measured follow marks.
@@ -166,183 +178,19 @@ class Layouts:
             measured: whether the batch was.
             again: whether it can be tried again.
         """
+        structure = self._structure(key)
         if measured:
             if math.isfinite(found[0]):
-                self._largest[key] = max(found[0], self._largest.get(key, 0.0))
-        elif rings(found, examples, self._largest.get(key, 0.0), again):
+                structure.largest_norm = max(found[0], structure.largest_norm)
+        elif rings(found, examples, structure.largest_norm, again):
             self.measure_next(key)
             raise RowsMovedError(MOVED)
 
-    def _is_due(self, known: _Layout, uses: Uses, examples: int) -> bool:
-        """Whether a batch of a known structure is measured again."""
-        number = self._batches[uses.structure]
-        every = EVERY_HALF if known.half else EVERY
-        if is_traced():  # a trace can't look at an index; all its batches have one size
-            return bool(known.movements.indexed)
-        return (
-            examples >= 2 * known.largest
-            or number & (number - 1) == 0
-            or number % every == 0
-            or uses.hooked
-            or not known.fits(uses, examples)
-            or known.movements.moved(uses, examples)
-        )
-
-    def _of_one(self, losses: Tensor, uses: Uses) -> RowLayout:
-        """The layout of one example, to which all rows belong; or of none, where layers may still see rows."""
-        examples = len(losses)
-        odd = [] if examples else [call for call in uses.calls if call.shape[call.batch_dim]]
-        region = without_boundaries(losses, uses, odd) if odd or uses.leaves else None
-        shared = set() if region is None else set(region.calls.values())
-        calls = [call for call in uses.calls if call not in shared]
-        folded: dict[int, tuple[int, RowOrder]] = {
-            id(c): (rows, "example") for c in calls if (rows := c.shape[c.batch_dim]) > 1
-        }
-        empty = [call for call in calls if examples and not call.shape[call.batch_dim]]
-        folded |= {id(c): (1, RowIndex(torch.zeros(0, dtype=torch.int64, device=c.device), 1)) for c in empty}
-        return RowLayout([*calls, *(() if region is None else region.uses)], folded, stored=not uses.calls)
-
-    def _measured(
-        self,
-        losses: Tensor,
-        uses: Uses,
-        names: ParameterNames,
-        forward: FindForward,
-        indices: Sequence[RowIndex],
-        hold: bool,
-    ) -> RowLayout:
-        """Measures a batch, and stores what was found where it will hold."""
-        examples, key = len(losses), uses.structure
-        if len(self._batches) > REMEMBERED:
-            self._known, self._always, self._batches, self._largest, self._shared = {}, set(), Counter(), {}, {}
-        may_store = key not in self._always and not indices and not uses.hooked
-        gradients: Gradients | None = {} if hold and not computes_in_half(losses, uses) else None
-        try:
-            owned, region = self._in_part(losses, uses, indices, gradients)
-            whole = owned is None
-            if owned is None:
-                owned = self._owners(losses, uses, indices, may_store)
-                region = self._region(losses, uses, owned, names, forward)
-                reads = any(not call.sources and owned[call].rows is not None for call in uses.calls)
-                if region is None or region.shown or not reads:  # else the next batch may show more
-                    self._shared[key] = KnownShared.of(uses, region)
-            shared = set() if region is None else set(region.calls.values())
-            check_calls(uses, owned, shared, indices, names)
-        except (LossShapeError, UnsupportedModelError):
-            self.measure_always(key)
-            raise
-        if may_store and whole:
-            self._store(losses, uses, owned, region)
-        rows: dict[Subject, Rows] = {
-            call: owned[call].rows or Rows(call.batch_dim, nobody(call, examples)) for call in uses.calls
-        }
-        held = None if whole else gradients
-        return row_layout(uses, rows, region, examples, stored=key in self._known, measured=True, gradients=held)
-
-    def _in_part(
-        self, losses: Tensor, uses: Uses, indices: Sequence[RowIndex], gradients: Gradients | None
-    ) -> tuple[dict[Subject, Owned], SharedSubgraph | None] | tuple[None, None]:
-        """What marks show of the calls, and of the boundaries above what an earlier batch's examples shared.
-
-        Whatever is below a boundary whose rows have one owner each, its gradients are those of that example. So where
-        nothing is stored, nothing else is looked at, but in batches in which stored layouts are measured, too: the
-        1st, 2nd, 4th and so on. (None, None) where all has to be.
-        """
-        key, examples = uses.structure, len(losses)
-        known, number = self._shared.get(key), self._batches[key]
-        if key in self._known or known is None or number & (number - 1) == 0 or number % EVERY == 0:
-            return None, None
-        edges, leaves, half = known.edges(uses), [node.variable for node in uses.leaves], computes_in_half(losses, uses)
-        silent = [(uses.nodes[place], number) for place, number in known.silent]
-        owned = owners(losses, uses.calls, [*edges, *silent], leaves, indices, half, gradients)
-        tables = {uses.calls[number] for number in known.tables}
-        rest: list[Subject] = [*(call for call in uses.calls if call not in tables), *edges]
-        seen = [owned[each] for each in rest]
-        if any(each.rows is None or each.open for each in seen) or not all(owned[each].zero for each in silent):
-            return None, None
-        rows = [owned[edge].rows for edge in edges]
-        region = known.region(uses, [each for each in rows if each is not None], examples)
-        if region is not None:
-            self._hold(region)
-        return owned, region
-
-    def _hold(self, region: SharedSubgraph) -> None:
-        """Keeps the Parameters below the boundaries for after a backward."""
-        below = [parameter for call in region.calls.values() for parameter in call.layer.parameters()]
-        self.hold([node.variable for node in region.leaves] + below)
-
-    def _owners(self, losses: Tensor, uses: Uses, indices: Sequence[RowIndex], may_store: bool) -> dict[Subject, Owned]:
-        """What marks show of all calls, and of the tensors that matter."""
-        leaves, half = [node.variable for node in uses.leaves], computes_in_half(losses, uses)
-        if may_store:
-            return owners(losses, uses.calls, edges_of(uses, uses.nodes, losses), leaves, indices, half)
-        edges = edges_above(uses, uses.leaves, losses) if uses.leaves else []
-        owned = owners(losses, uses.calls, edges, leaves, indices, half)
-        tables = [uses.capturing[call] for call in uses.calls if may_be_shared(call, owned[call], Doubt.ALL)]
-        if left := [edge for edge in edges_above(uses, tables, losses) if edge not in owned] if tables else []:
-            owned |= owners(losses, [], left, leaves, indices, half)
-        return owned
-
-    def _region(
-        self,
-        losses: Tensor,
-        uses: Uses,
-        owned: Mapping[Subject, Owned],
-        names: ParameterNames,
-        forward: FindForward,
-    ) -> SharedSubgraph | None:
-        """What all examples share, which must be the same whatever they are; None where nothing is shared."""
-        # First with all that may be shared taken for shared; where that finds no boundary, with less (see `Doubt`).
-        for doubt in Doubt:
-            try:
-                region = shared_part(losses, uses, owned, names, doubt)
-                if region is not None:
-                    self._hold(region)
-                    region.shown = check_shared(uses, region, owned, names, forward)
-                    for call in region.given:
-                        raise given_shared(call, names)
-                return region
-            except (LossShapeError, UnsupportedModelError):
-                if doubt is Doubt.NOTHING:
-                    raise
-        return None
-
-    def _store(self, losses: Tensor, uses: Uses, owned: Mapping[Subject, Owned], region: SharedSubgraph | None) -> None:
-        """Stores the layout if it is regular and was shown by two examples' rows, in one order alone."""
-        examples, key, places = len(losses), uses.structure, uses.places
-        boundaries = () if region is None else region.boundaries
-        subjects: list[Subject] = [*uses.calls, *(boundary.edge for boundary in boundaries)]
-        tables = set() if region is None else set(region.calls.values())
-        found = [owned[subject] for subject in subjects if not (owned[subject].zero or subject in tables)]
-        if not all(each.is_regular for each in found):
-            self.measure_always(key)
-            return
-        at = {subject: each for subject, each in owned.items() if not isinstance(subject, LayerCall)}
-        at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
-        moves = movements(uses, at, examples, () if region is None else region.shared)
-        shown = region is None or region.shown
-        moved = bool(moves.always) or moves.moved(uses, examples)
-        unseen = any(owned[call].zero for call in tables)
-        if moved or unseen or not shown or any(not each.shown or each.unclear for each in found):
-            self._known.pop(key, None)
-            return
-        before = self._known.get(key)
-        self._known[key] = _Layout(
-            [None if call in tables else owned[call].rows or Rows(call.batch_dim, "example") for call in uses.calls],
-            [number for number, call in enumerate(uses.calls) if owned[call].zero],
-            [(places[node], number) for node, number in _silent_edges(losses, at)],
-            KnownShared.of(uses, region),
-            [boundary.rows for boundary in boundaries],
-            moves,
-            max(examples, 0 if before is None else before.largest),
-            computes_in_half(losses, uses),
-        )
-
-    def _by_layout(self, known: _Layout, uses: Uses, examples: int) -> RowLayout:
+    def _by_layout(self, known: _Layout, uses: Uses, losses: Tensor) -> RowLayout:
         """How a batch is laid out whose structure is known."""
-        region = known.shared.region(uses, known.met, examples)
+        region = known.shared.region(uses, known.met, len(losses))
         if region is not None:
-            self._hold(region)
+            self.keep_resident(region.parameters)
         silent = [uses.calls[number] for number in known.silent_calls]
         edges = [(uses.nodes[place], number) for place, number in known.silent_edges]
         found: dict[Subject, Rows] = {
@@ -351,13 +199,95 @@ class Layouts:
         check = WatchedZeros(silent, edges) if silent or edges else None
         if check is not None and is_traced():
             raise UnsupportedModelError("no gradient has reached some layer yet")
-        return row_layout(uses, found, region, examples, half=known.half, check=check)
+        return row_layout(uses, found, region, len(losses), half=known.half, check=check)
 
 
-def computes_in_half(losses: Tensor, uses: Uses) -> bool:
-    """Whether the gradient of some tensor between the layers is float16."""
-    types = {tensor.dtype for node in uses.nodes for tensor in getattr(node, "_input_metadata", ())}
-    return torch.float16 in {losses.dtype, *types, *(call.dtype for call in uses.calls)}
+def _is_due(structure: _Structure, known: _Layout, uses: Uses, examples: int) -> bool:
+    """Whether a batch of a known structure is measured again."""
+    if is_traced():  # a trace can't look at an index; all its batches have one size
+        return bool(known.movements.indexed)
+    return (
+        examples >= 2 * known.largest
+        or structure.is_anew
+        or uses.hooked
+        or not known.fits(uses, examples)
+        or known.movements.moved(uses, examples)
+    )
+
+
+def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
+    """Measures a batch, and stores what was found where it will hold."""
+    uses, examples = batch.uses, len(batch.losses)
+    may_store = not (structure.always or batch.indices or uses.hooked)
+    found = None
+    try:
+        # What all examples share is looked for again in the 1st, 2nd, 4th batch and so on, and with a stored layout.
+        if structure.layout is None and structure.shared is not None and not structure.is_anew:
+            found = measuring.in_part(batch, structure.shared, hold)
+        if found is None:
+            found = measuring.whole(batch, every_tensor=may_store)
+            _remember(structure, batch, found, may_store)
+        check_calls(uses, found.owned, found.tables, batch.indices, batch.names)
+    except (LossShapeError, UnsupportedModelError):
+        structure.layout = structure.shared = None
+        structure.always = True
+        raise
+    rows: dict[Subject, Rows] = {
+        call: found.owned[call].rows or Rows(call.batch_dim, nobody(call, examples)) for call in uses.calls
+    }
+    return row_layout(
+        uses, rows, found.region, examples, stored=structure.layout is not None, measured=True,
+        gradients=found.gradients,
+    )  # fmt: skip
+
+
+def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: bool) -> None:
+    """Remembers what all examples share, and the layout if it is regular and two examples' rows show it alone."""
+    uses, owned, region, examples = batch.uses, found.owned, found.region, len(batch.losses)
+    reads = any(not call.sources and owned[call].rows is not None for call in uses.calls)
+    if region is None or region.shown or not reads:  # else the next batch may show more
+        structure.shared = KnownShared.of(uses, region)
+    boundaries = () if region is None else region.boundaries
+    subjects: list[Subject] = [*uses.calls, *(boundary.edge for boundary in boundaries)]
+    seen = [owned[subject] for subject in subjects if not (owned[subject].zero or subject in found.tables)]
+    before, structure.layout = structure.layout, None
+    if not may_store:
+        return
+    if not all(each.is_regular for each in seen):
+        structure.always = True
+        return
+    at = {subject: each for subject, each in owned.items() if not isinstance(subject, LayerCall)}
+    at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
+    moves = movements(uses, at, examples, () if region is None else region.shared)
+    moved = bool(moves.always) or moves.moved(uses, examples)
+    unseen = any(owned[call].zero for call in found.tables) or not (region is None or region.shown)
+    if moved or unseen or any(not each.shown or each.unclear for each in seen):
+        return
+    structure.layout = _Layout(
+        [None if call in found.tables else owned[call].rows or Rows(call.batch_dim, "example") for call in uses.calls],
+        [number for number, call in enumerate(uses.calls) if owned[call].zero],
+        [(uses.places[node], number) for node, number in _silent_edges(batch.losses, at)],
+        KnownShared.of(uses, region),
+        [boundary.rows for boundary in boundaries],
+        moves,
+        max(examples, 0 if before is None else before.largest),
+        batch.half,
+    )
+
+
+def _of_one(losses: Tensor, uses: Uses) -> RowLayout:
+    """The layout of one example, to which all rows belong; or of none, where layers may still see rows."""
+    examples = len(losses)
+    odd = [] if examples else [call for call in uses.calls if call.shape[call.batch_dim]]
+    region = without_boundaries(losses, uses, odd) if odd or uses.leaves else None
+    shared = set() if region is None else set(region.calls.values())
+    calls = [call for call in uses.calls if call not in shared]
+    folded: dict[int, tuple[int, RowOrder]] = {
+        id(c): (rows, "example") for c in calls if (rows := c.shape[c.batch_dim]) > 1
+    }
+    empty = [call for call in calls if examples and not call.shape[call.batch_dim]]
+    folded |= {id(c): (1, RowIndex(torch.zeros(0, dtype=torch.int64, device=c.device), 1)) for c in empty}
+    return RowLayout([*calls, *(() if region is None else region.uses)], folded, stored=not uses.calls)
 
 
 def _silent_edges(losses: Tensor, owned: Mapping[Edge, Owned]) -> list[Edge]:

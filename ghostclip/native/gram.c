@@ -84,7 +84,7 @@ static void NAME(fill)(REAL *strips, long strip, REAL *packed, const REAL *from,
 
 /* squared [batch], and scale [batch]: sum_t |left_t|^2 |right_t|^2, for examples [first, last). Strides are those of
  * examples and positions. Returns 0, or 1 where there is no memory. */
-static int NAME(gram)(const REAL *left, long left_example, long left_position, const REAL *right, long right_example,
+int NAME(gram)(const REAL *left, long left_example, long left_position, const REAL *right, long right_example,
                long right_position, REAL *squared, REAL *scale, long positions, long outputs, long inputs, long first,
                long last) {
     const long strip = (positions + BLOCK) * COLUMNS, panels = (positions + COLUMNS - 1) / COLUMNS;

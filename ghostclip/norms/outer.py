@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ghostclip.native.gram import gram_is_there, half_gram
+
 from .term import (
     Dense,
     NormResult,
@@ -136,19 +138,29 @@ class OuterProduct(PerExampleGrads):
     def candidates(self) -> dict[str, Strategy]:
         batch, positions, outputs = self.left.shape
         inputs = self.right.shape[2]
-        of_gram, of_direct = positions * (outputs + inputs), outputs * inputs
-        return {
-            "gram": Strategy("gram", OuterProduct.by_gram, 2.0 * batch * positions * of_gram),
-            "direct": Strategy("direct", OuterProduct.by_direct, 2.0 * batch * positions * of_direct, keeps=True),
+        pairs, products = positions * (outputs + inputs), outputs * inputs
+        found = {
+            "gram": Strategy("gram", OuterProduct.by_gram, 2.0 * batch * positions * pairs),
+            "direct": Strategy("direct", OuterProduct.by_direct, 2.0 * batch * positions * products, keeps=True),
         }
+        if gram_is_there(self.left):
+            found["half gram"] = Strategy("gram", OuterProduct.by_half_gram, batch * positions * pairs)
+        return found
 
     def _by_example(self, squared: Tensor) -> Tensor:
         return squared if self.groups == 1 else squared.view(-1, self.groups).sum(1)
 
     def by_gram(self, keep: bool = False) -> NormResult:
         """The Gram form; the direct one where it can't be relied on."""
+        return self._by_reliable(gram)
+
+    def by_half_gram(self, keep: bool = False) -> NormResult:
+        """The same by compiled C."""
+        return self._by_reliable(half_gram)
+
+    def _by_reliable(self, form: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> NormResult:
         left, right = to_float32(self.left), to_float32(self.right)
-        squared, scale = gram(left, right)
+        squared, scale = form(left, right)
         squared = reliable(squared, scale, lambda: direct(left, right))
         return NormResult(self._by_example(squared), absolute=self._by_example(scale) * left.shape[1])
 

@@ -7,8 +7,7 @@ from threading import get_ident
 import pytest
 import torch
 from recurrent_layers import KINDS, OPTIONS, initial, losses, pair, run, sequences
-from test_identity_input import lived_through
-from test_time_loop import GATES, incoming_for
+from time_traces import GATES, incoming_for, lived_through
 from torch import Tensor
 
 from ghostclip import GhostClipper
@@ -20,7 +19,7 @@ from ghostclip.nn.rnn.trace import GateGradients, Incoming, Trace, Way
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
 
-# What tests/pretended leaves out.
+# What tests/support/pretended leaves out.
 on_a_gpu = pytest.mark.skipif(torch.version.cuda is None, reason="this torch was built without CUDA")
 every_mode = pytest.mark.parametrize("mode", GATES)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

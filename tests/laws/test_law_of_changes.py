@@ -1,6 +1,7 @@
 """Mixing along a path that was too faint to be seen when ownership was measured: refused in the batch that shows it.
 
-A graph that reduces over examples is measured in every batch. tests/test_moved_rows.py has what sees it elsewhere.
+A graph that reduces over examples is measured in every batch. tests/clipper/test_moved_rows.py has what sees it
+elsewhere.
 """
 
 import pytest

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ghostclip.errors import UnsupportedModelError
@@ -93,6 +93,12 @@ class SharedSubgraph:
             if node in self.leaves:
                 use = self._uses[id(self.leaves[node]), part]
                 use.nbytes = min(use.nbytes, nbytes)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All below the boundaries, frozen ones, too."""
+        of_layers = [parameter for call in self.calls.values() for parameter in call.layer.parameters()]
+        return [node.variable for node in self.leaves] + of_layers
 
     @torch.no_grad()
     def hand_over(self, grads: list[Any], losses: Tensor, sink: Sink, wanted: Collection[LayerCall] | None) -> None:

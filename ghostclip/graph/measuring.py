@@ -1,0 +1,147 @@
+"""What one batch shows: whose the rows of each layer are, and what all examples share.
+
+Of a graph that is new, marks are read at all of its tensors (`whole`). Where every batch of a structure is measured,
+and what all examples share was found in an earlier one, they are read at the layers and at the boundaries alone
+(`in_part`): below a boundary whose rows have one owner each, gradients are those of that example.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.errors import LossShapeError, UnsupportedModelError
+from ghostclip.graph.overwritten import FindForward, check_shared
+from ghostclip.graph.owners import Gradients, Owned, Subject, owners
+from ghostclip.graph.parameter_names import ParameterNames
+from ghostclip.graph.reader import Uses
+from ghostclip.graph.shared.known import KnownShared
+from ghostclip.graph.shared.search import Doubt, edges_above, edges_of, given_shared, may_be_shared, shared_part
+from ghostclip.graph.shared.subgraph import SharedSubgraph
+from ghostclip.nn.base import LayerCall
+from ghostclip.norms.ragged import RowIndex
+
+__all__ = ["Batch", "Measured", "in_part", "whole"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch whose ownership is to be measured.
+
+    Attributes:
+        losses, uses, names: what `read_graph` was given and found.
+        forward: finds what runs the forward again on other examples; None where nothing can.
+        indices: whose the rows are that somebody says.
+        keep_resident: called with Parameters whose values are needed after a backward, too.
+    """
+
+    losses: Tensor
+    uses: Uses
+    names: ParameterNames
+    forward: FindForward
+    indices: Sequence[RowIndex]
+    keep_resident: Callable[[list[nn.Parameter]], None]
+
+    @functools.cached_property
+    def half(self) -> bool:
+        """Whether the gradient of some tensor between the layers is float16."""
+        types = {tensor.dtype for node in self.uses.nodes for tensor in getattr(node, "_input_metadata", ())}
+        return torch.float16 in {self.losses.dtype, *types, *(call.dtype for call in self.uses.calls)}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What marks showed of a batch.
+
+    Attributes:
+        owned: of every layer's use, and of those tensors that were looked at.
+        region: what all examples share; None where nothing is.
+        gradients: of a backward from ones, of all layers and boundaries; None where they weren't held.
+    """
+
+    owned: Mapping[Subject, Owned]
+    region: SharedSubgraph | None
+    gradients: Gradients | None = None
+
+    @property
+    def tables(self) -> set[LayerCall]:
+        """Uses of layers that all examples share."""
+        return set() if self.region is None else set(self.region.calls.values())
+
+
+def whole(batch: Batch, every_tensor: bool) -> Measured:
+    """What marks show of all layers, and of the tensors that matter.
+
+    Args:
+        batch: to be measured.
+        every_tensor: whether all tensors do, as where the layout is to be stored; else those above what is shared.
+
+    Raises:
+        UnsupportedModelError: examples mix.
+        LossShapeError: no example enters before the losses.
+    """
+    losses, uses = batch.losses, batch.uses
+    read = functools.partial(_owners, batch)
+    if every_tensor:
+        owned = read(uses.calls, edges_of(uses, uses.nodes, losses))
+    else:
+        owned = read(uses.calls, edges_above(uses, uses.leaves, losses) if uses.leaves else [])
+        tables = [uses.capturing[call] for call in uses.calls if may_be_shared(call, owned[call], Doubt.ALL)]
+        if left := [edge for edge in edges_above(uses, tables, losses) if edge not in owned] if tables else []:
+            owned |= read([], left)
+    return Measured(owned, _shared_by_all(batch, owned))
+
+
+def in_part(batch: Batch, known: KnownShared, hold: bool) -> Measured | None:
+    """What marks show of the layers and the ``known`` boundaries; None where more has to be looked at.
+
+    Args:
+        batch: to be measured.
+        known: what all examples shared in an earlier batch of this structure.
+        hold: hold the gradients of the backward from ones.
+    """
+    uses, edges = batch.uses, known.edges(batch.uses)
+    silent = [(uses.nodes[place], number) for place, number in known.silent]
+    gradients: Gradients | None = {} if hold and not batch.half else None
+    owned = _owners(batch, uses.calls, [*edges, *silent], gradients)
+    tables = {uses.calls[number] for number in known.tables}
+    read: list[Subject] = [*(call for call in uses.calls if call not in tables), *edges]
+    found = [owned[each] for each in read]
+    if any(each.rows is None or each.open for each in found) or not all(owned[each].zero for each in silent):
+        return None
+    rows = [owned[edge].rows for edge in edges]
+    region = known.region(uses, [each for each in rows if each is not None], len(batch.losses))
+    if region is not None:
+        batch.keep_resident(region.parameters)
+    return Measured(owned, region, gradients)
+
+
+def _owners(
+    batch: Batch, calls: Sequence[LayerCall], edges: Sequence[tuple[object, int]], gradients: Gradients | None = None
+) -> dict[Subject, Owned]:
+    leaves = [node.variable for node in batch.uses.leaves]
+    return owners(batch.losses, calls, edges, leaves, batch.indices, batch.half, gradients)
+
+
+def _shared_by_all(batch: Batch, owned: Mapping[Subject, Owned]) -> SharedSubgraph | None:
+    """What all examples share, which must be the same whatever they are; None where nothing is shared.
+
+    First with all that may be shared taken for shared; where that finds no boundary, with less (see `Doubt`).
+    """
+    for doubt in Doubt:
+        try:
+            region = shared_part(batch.losses, batch.uses, owned, batch.names, doubt)
+            if region is not None:
+                batch.keep_resident(region.parameters)
+                region.shown = check_shared(batch.uses, region, owned, batch.names, batch.forward)
+                for call in region.given:
+                    raise given_shared(call, batch.names)
+            return region
+        except (LossShapeError, UnsupportedModelError):
+            if doubt is Doubt.NOTHING:
+                raise
+    return None

@@ -1,0 +1,206 @@
+"""What must never pass silently: losses of a wrong shape, changed inputs, freed graphs, foreign gradients, rounding."""
+
+import gc
+
+import oracle
+import pytest
+import torch
+from case_models import two_linears
+from case_types import project
+from cases import case
+from comparing import assert_close, assert_dicts_close, gradients, ready, truth
+from torch import nn
+from torch.nn import functional as F
+
+import ghostclip
+from ghostclip import GhostClipError, GradientLeakError, LossShapeError, StaleInputError
+
+every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda out: out.sum(1, keepdim=True),
+        lambda out: out,
+        lambda out: out.mean(),
+        lambda out: out.sum(1).unsqueeze(0),
+        lambda out: F.mse_loss(out, torch.zeros_like(out)),
+    ],
+    ids=["[B, 1]", "[B, 2]", "scalar", "[1, B]", "mean loss"],
+)
+def test_losses_of_another_shape_are_refused_by_every_call(wrong):
+    model = ghostclip.wrap(two_linears())
+    clipper = ghostclip.GhostClipper(model)
+    for call in (clipper.norms, clipper.per_example_grads, clipper.backward):
+        with pytest.raises(LossShapeError, match=r"reduction=.none.") as error:
+            call(wrong(model(torch.randn(5, 3).double())))
+        assert "per example" in str(error.value)
+        assert isinstance(error.value, ValueError)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_flattened_token_losses_are_refused():
+    model = ghostclip.wrap(nn.Linear(3, 2).double())
+    tokens = model(torch.randn(4, 6, 3).double()).flatten(0, 1).sum(1)
+    with pytest.raises(GhostClipError):
+        ghostclip.GhostClipper(model).backward(tokens)
+    assert model.weight.grad is None
+
+
+def test_losses_without_a_graph_are_refused():
+    model = ghostclip.wrap(two_linears())
+    with pytest.raises(GhostClipError, match="no_grad"):
+        ghostclip.GhostClipper(model).norms(model(torch.randn(5, 3).double()).sum(1).detach())
+
+
+def test_unused_parameters_answer_zero_every_time():
+    model, clipper, losses = ready(case("branches of the loss"))
+    clipper.norms(losses)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    per = clipper.norms(project(model.second(x)), per="parameter")
+    assert list(per) == ["first.weight", "first.bias", "second.weight", "second.bias"]
+    assert not per["first.weight"].any()
+    assert per["second.weight"].all()
+    grads = clipper.per_example_grads(project(model.second(x)))
+    assert grads["first.weight"].shape == (4, 5, 5)
+    assert not grads["first.weight"].any()
+
+
+@pytest.mark.parametrize("name", ["linear", "linear 3-D", "conv2d plain", "embedding repeated", "layernorm 3-D",
+                                  "groupnorm 4-D", "lstm output", "gru output"])  # fmt: skip
+@pytest.mark.parametrize("call", ["norms", "per_example_grads", "backward"])
+def test_an_input_changed_in_place_is_noticed(name, call):
+    row = case(name)
+    model, clipper, _ = ready(row)
+    (x,) = row.inputs()
+    losses = row.losses(model(x))
+    x.zero_()
+    with pytest.raises(StaleInputError, match="in place"):
+        getattr(clipper, call)(losses)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("call", ["norms", "per_example_grads", "backward"])
+def test_an_input_that_attention_copied_may_change(call):
+    row = case("attention self")
+    model, clipper, expected = ready(row)
+    (x,) = row.inputs()
+    losses = row.losses(model(x))
+    x.zero_()
+    found = getattr(clipper, call)(losses)
+    if call == "backward":
+        torch.testing.assert_close(found.norms, clipper.norms(expected))
+    else:
+        torch.testing.assert_close(found, getattr(clipper, call)(expected))
+
+
+def test_a_hidden_activation_changed_in_place_is_noticed():
+    model = ghostclip.wrap(two_linears())
+    hidden = model[0](torch.randn(4, 3).double()).clone()
+    losses = model[2](hidden).sum(1)
+    hidden *= 2
+    with pytest.raises(StaleInputError):
+        ghostclip.GhostClipper(model).backward(losses)
+
+
+def test_the_input_of_a_frozen_layer_may_change():
+    row = case("frozen first")
+    model, clipper, _ = ready(row)
+    (x,) = row.inputs()
+    losses = row.losses(model(x))
+    x.zero_()
+    assert_close(clipper.norms(losses), oracle.norms(truth(row)), 1e-10)
+
+
+@every_pass
+@pytest.mark.parametrize("second", ["norms", "per_example_grads", "backward"])
+@pytest.mark.parametrize("first", ["norms", "per_example_grads", "backward"])
+def test_a_freed_graph_is_named_with_its_remedy(first, second, second_pass):
+    _, clipper, losses = ready(case("mlp in place"), second_pass=second_pass)
+    getattr(clipper, first)(losses)
+    with pytest.raises(GhostClipError, match="retain_graph=True"):
+        getattr(clipper, second)(losses)
+
+
+@every_pass
+def test_a_gradient_from_a_plain_backward_is_refused(second_pass):
+    row = case("mlp in place")
+    model, clipper, losses = ready(row, second_pass=second_pass)
+    losses.sum().backward()
+    before = {name: value.clone() for name, value in gradients(model).items()}
+    with pytest.raises(GradientLeakError, match="zero_grad"):
+        clipper.backward(row.losses(model(*row.inputs())))
+    assert all(torch.equal(value, before[name]) for name, value in gradients(model).items())
+
+
+@every_pass
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_zeroed_gradient_is_no_leak(second_pass, set_to_none):
+    row = case("mlp in place")
+    model, clipper, losses = ready(row, second_pass=second_pass)
+    losses.sum().backward()
+    model.zero_grad(set_to_none=set_to_none)
+    for _ in range(2):
+        clipper.backward(row.losses(model(*row.inputs())))
+        assert_dicts_close(gradients(model), oracle.clipped_sum(truth(row), 1.0), 1e-10)
+        model.zero_grad(set_to_none=set_to_none)
+
+
+@every_pass
+@pytest.mark.parametrize("leak", ["backward", "assignment", "one parameter"])
+def test_a_gradient_added_between_two_calls_is_refused(second_pass, leak):
+    row = case("mlp in place")
+    model, clipper, losses = ready(row, second_pass=second_pass)
+    clipper.backward(losses)
+    if leak == "backward":
+        row.losses(model(*row.inputs())).sum().backward()
+    elif leak == "assignment":
+        model[0].bias.grad = torch.ones_like(model[0].bias)
+    else:
+        model[0].bias.grad.add_(1.0)
+    with pytest.raises(GradientLeakError):
+        clipper.backward(row.losses(model(*row.inputs())))
+
+
+@pytest.mark.parametrize("norm_strategy", ["auto", "gram", "direct"])
+def test_near_constant_inputs_do_not_cancel(norm_strategy):
+    model = nn.Linear(8, 6, bias=False)
+    x = 1.0 + 4e-4 * torch.randn(3, 256, 8)
+    coefficients = torch.randn(3, 256, 6)
+    coefficients -= coefficients.mean(dim=1, keepdim=True)
+    exact = torch.einsum("btp,btd->bpd", coefficients.double(), x.double()).flatten(1).norm(dim=1)
+    gram = ((x @ x.mT) * (coefficients @ coefficients.mT)).sum((1, 2)).abs().sqrt()
+    assert float(((gram - exact) / exact).abs().max()) > 0.05, "the plain Gram form should fail here"
+    clipper = ghostclip.GhostClipper(model, norm_strategy=norm_strategy)
+    norms = clipper.norms((model(x) * coefficients).sum((1, 2)))
+    assert_close(norms, exact, 1e-3)
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", ["cnn", "transformer", "lstm decoder"])
+def test_abandoned_forwards_leak_nothing(name):
+    row = case(name)
+    model, clipper, losses = ready(row)
+    clipper.norms(losses)
+    for _ in range(8):  # so many calls are noted
+        model(*row.inputs(batch=3))
+    before = live_tensors()
+    for _ in range(3):
+        model(*row.inputs(batch=3))
+    assert live_tensors() <= before
+    assert_close(clipper.norms(row.losses(model(*row.inputs()))), oracle.norms(truth(row)), 1e-10)
+
+
+@every_pass
+def test_abandoned_losses_corrupt_nothing(second_pass):
+    row = case("transformer")
+    model, clipper, _ = ready(row, second_pass=second_pass)
+    kept = [row.losses(model(*row.inputs(batch=size))) for size in (3, 4, 7)]
+    clipper.backward(row.losses(model(*row.inputs())))
+    assert_dicts_close(gradients(model), oracle.clipped_sum(truth(row), 1.0), 1e-10)
+    assert all(losses.requires_grad for losses in kept)

@@ -1,0 +1,304 @@
+"""Compiled steps: every case as a graph, one graph for all batch sizes, the same training, refusals that say why."""
+
+import math
+
+import pytest
+import torch
+from cases import CASES
+from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, truth, typical_norm
+from graphs import interpret
+from torch.utils._pytree import tree_leaves
+
+import ghostclip
+from ghostclip.clipper.cutting import leaves_of
+from ghostclip.clipping import Automatic, Custom, Grouped, PerLayer
+from ghostclip.compiled import clip as compiling
+from ghostclip.compiled import trial
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    interpret(monkeypatch)
+
+
+def losses_of(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def classifier(dropout=0.0):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)
+    )
+
+
+def batch_of(size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+# Why a row may run eagerly.
+REFUSED = ("time steps would be compiled", "may order examples differently")
+# Why one that computes its layers again may, under "cached", which sums what it kept.
+CHECKPOINTED = "checkpointing forbids that"
+# Why one with bags of lengths that its tokens decide may, and one with parameters in operations without a rule.
+LOOKS = "the forward or the loss looks at values"
+LOOKING = ("offsets", "own recurrent layer", "own gate")
+
+
+def smooth(out):
+    """A loss [B] for any output [B, ...], made of nothing but the output."""
+    flat = torch.cat([part.flatten(1) for part in tree_leaves(out) if part is not None], 1)
+    return (flat * torch.arange(1, flat.shape[1] + 1, dtype=flat.dtype).cos()).sum(1) + flat.square().mean(1)
+
+
+def in_dimension_0(row):
+    apart = row.wrap or "time first" in row.name or row.name.startswith(("rnn", "lstm", "gru"))
+    return not apart and all(dim == 0 for dim in row.batch_dims or ())
+
+
+def rows():
+    """Of the many rows of one kind of layer, the first is enough where minutes count."""
+    kinds = set()
+    for row in filter(in_dimension_0, CASES):
+        kind = row.name.partition(" ")[0]
+        yield pytest.param(row, id=row.name, marks=pytest.mark.slow if kind in kinds else ())
+        kinds.add(kind)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "policy", ["cached", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("reweight", "per layer"))]
+)
+@pytest.mark.parametrize("row", list(rows()))
+@pytest.mark.one_in(12)
+def test_every_case_as_a_graph(row, policy):
+    max_norm = typical_norm(truth(row))
+    clipping = PerLayer(max_norm) if policy == "per layer" else max_norm
+    options = {} if policy == "per layer" else {"second_pass": policy}
+    model, plain = (ghostclip.wrap(row.model(dtype=torch.float64)) for _ in range(2))
+    clipper = ghostclip.GhostClipper(model, clipping, compile=True, **options)
+    reference = ghostclip.GhostClipper(plain, clipping, **options)
+    for size in (4, 4, 4):
+        model.zero_grad()
+        plain.zero_grad()
+        inputs = row.inputs(size, torch.float64)
+        result = clipper.clip(lambda m, b: smooth(m(*b)), inputs)
+        expected = reference.clip(lambda m, b: smooth(m(*b)), inputs)
+    assert_dicts_close(gradients(model), gradients(plain), TOLERANCE[torch.float64])
+    found = result.norms if isinstance(result.norms, dict) else {"": result.norms}
+    wanted = expected.norms if isinstance(expected.norms, dict) else {"": expected.norms}
+    assert_dicts_close(found, wanted, TOLERANCE[torch.float64])
+    compiled = clipper.compiled
+    reasons = (*REFUSED, LOOKS) if any(name in row.name for name in LOOKING) else REFUSED
+    reasons = (*reasons, CHECKPOINTED) if row.name == "bare checkpointed" else reasons
+    if any(reason in str(compiled.refusals) for reason in reasons):
+        assert compiled.graphs == 0
+    else:
+        assert compiled.refusals == []
+        (plan,) = compiled._plans.values()
+        assert plan.region.runs == 2
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("policy", [0.5, Automatic(0.5), PerLayer(0.5), Grouped({"all": ["*"]}, max_norm=0.5)], ids=str)
+def test_padded_batches_of_all_sizes_share_one_graph(policy):
+    model, plain = classifier().double(), classifier().double()
+    clipper, reference = ghostclip.GhostClipper(model, policy), ghostclip.GhostClipper(plain, policy)
+    clipper.compile(expected=8)
+    for size in (8, 5, 13, 1, 0, 16, 9):
+        x, y = batch_of(size, seed=size)
+        found = clipper.clip(losses_of, (x.double(), y))
+        expected = reference.clip(losses_of, (x.double(), y))
+        assert found.losses.shape == (size,)
+        assert_close(found.losses, expected.losses, 1e-12)
+        assert_dicts_close(gradients(model), gradients(plain), 1e-10)
+        flat = found.weights if isinstance(found.weights, dict) else {"": found.weights}
+        assert all(weights.shape == (size,) for weights in flat.values())
+    assert clipper.compiled.graphs == 1
+    assert clipper.compiled.refusals == []
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("spoil", [math.nan, math.inf, 1e30])
+def test_an_example_that_is_not_finite_adds_nothing(spoil):
+    model, plain = classifier(), classifier()
+    clipper, reference = ghostclip.GhostClipper(model, 0.5, compile=True), ghostclip.GhostClipper(plain, 0.5)
+    for _ in range(6):
+        clipper.clip(losses_of, batch_of(8))
+    model.zero_grad()
+    x, y = batch_of(8)
+    x[3] = spoil
+    found, expected = clipper.clip(losses_of, (x, y)), reference.clip(losses_of, (x, y))
+    assert float(found.weights[3]) == float(expected.weights[3])
+    assert_dicts_close(gradients(model), gradients(plain), 1e-4)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_loss_that_depends_on_something_else_is_found_out():
+    calls = []
+
+    def drifting(model, batch):
+        calls.append(1)
+        return losses_of(model, batch) * len(calls)
+
+    clipper = ghostclip.GhostClipper(classifier(), 1e9, compile=True)
+    for _ in range(3):
+        clipper.clip(drifting, batch_of(8))
+    assert "depends on something besides" in clipper.compiled.refusals[0]
+    before = [p.grad.clone() for p in clipper.model.parameters()]
+    clipper.clip(drifting, batch_of(8))
+    assert all(not torch.equal(p.grad, old) for p, old in zip(clipper.model.parameters(), before, strict=True))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("loss_fn", "reason"),
+    [
+        (lambda m, b: losses_of(m, b) * (2 if b[0].sum() > 0 else 1), "looks at values"),
+        (
+            lambda m, b: losses_of(m, b) * torch.from_numpy(b[0].detach().numpy().copy()).sum(1),
+            "dispatcher doesn't see",
+        ),
+    ],
+)
+def test_what_can_not_be_written_down_is_refused(loss_fn, reason):
+    model, plain = classifier(), classifier()
+    clipper = ghostclip.GhostClipper(model, 0.5, compile=True)
+    for _ in range(2):
+        model.zero_grad()
+        clipper.clip(loss_fn, batch_of(8))
+    assert reason in clipper.compiled.refusals[0]
+    ghostclip.GhostClipper(plain, 0.5).clip(loss_fn, batch_of(8))
+    assert_dicts_close(gradients(model), gradients(plain), 1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_tables_of_the_loss_are_read_anew_each_time():
+    weights = torch.tensor([1.0, 2.0, 3.0])
+
+    def weighted(model, batch):
+        return losses_of(model, batch) * weights[batch[1]] + torch.tensor([0.1, 0.2]).sum()
+
+    model, plain = classifier(), classifier()
+    clipper, reference = ghostclip.GhostClipper(model, 0.5, compile=True), ghostclip.GhostClipper(plain, 0.5)
+    for _ in range(7):
+        weights.mul_(1.3)
+        clipper.clip(weighted, batch_of(8))
+        reference.clip(weighted, batch_of(8))
+    assert clipper.compiled.refusals == []
+    assert_dicts_close(gradients(model), gradients(plain), 1e-5)
+
+
+def test_what_runs_eagerly_says_why():
+    lstm = torch.nn.Sequential()
+    lstm.add_module("lstm", torch.nn.LSTM(6, 4, batch_first=True, proj_size=3))
+    clipper = ghostclip.GhostClipper(lstm, 1.0, compile=True)
+    x = torch.randn(3, 5, 6)
+    for _ in range(2):
+        clipper.clip(lambda m, b: m(b)[0].sum((1, 2)), x)
+    assert clipper.compiled.refusals == [
+        "lstm is an LSTM with projections, whose time steps would be compiled one by one"
+    ]
+    custom = ghostclip.GhostClipper(classifier(), Custom(lambda n: 1 / (n + n.mean()), 1.0))
+    custom.compile(expected=8)
+    custom.clip(losses_of, batch_of(8))
+    assert "Custom may look at all norms at once" in custom.compiled.refusals[0]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_step_that_eager_does_faster_is_left_to_it(monkeypatch):
+    # No time is taken: a clock of our own says that each graph took 2 seconds and each eager step 1.
+    readings = iter([0.0, 2.0, 2.0, 3.0] * compiling.TRIALS)
+    monkeypatch.setattr(trial, "clock", lambda: next(readings))
+    clipper = ghostclip.GhostClipper(classifier(), 1.0, compile=True)
+    for _ in range(7):
+        clipper.clip(losses_of, batch_of(8))
+    assert "eager is faster (1e+03 ms, compiled 2e+03)" in clipper.compiled.refusals[0]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_loss_that_is_another_one_every_time_is_not_compiled_for_ever(monkeypatch):
+    monkeypatch.setattr(compiling, "MOST_GRAPHS", 3)
+    model = classifier()
+    clipper = ghostclip.GhostClipper(model, 1.0, compile=True)
+    for step in range(compiling.MOST_GRAPHS + 3):
+        clipper.clip(lambda m, b, scale=1.0 / (step + 1): losses_of(m, b) * scale, batch_of(8))
+    assert clipper.compiled.graphs == compiling.MOST_GRAPHS
+    assert ["so no more will be" in reason for reason in clipper.compiled.refusals] == [True]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_trial_draws_no_random_numbers_that_eager_training_would_not():
+    states = []
+    for compiled in (False, True):
+        torch.manual_seed(3)
+        clipper = ghostclip.GhostClipper(classifier(dropout=0.5), 1.0, compile=compiled)
+        torch.manual_seed(4)
+        for _ in range(compiling.TRIALS + 3):
+            clipper.clip(losses_of, batch_of(8))
+        states.append(torch.random.get_rng_state())
+        assert clipper.compiled is None or clipper.compiled.refusals == []
+    assert torch.equal(*states)
+
+
+@pytest.mark.slow
+def test_inductor_trains_as_eager_does_with_one_graph_of_the_passes_and_one_of_the_update():
+    weights = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = classifier()
+        x, y = batch_of(200)
+        engine = ghostclip.PrivacyEngine(
+            model, torch.optim.Adam(model.parameters(), 0.01), torch.utils.data.TensorDataset(x, y), batch_size=20,
+            max_physical_batch_size=16, noise_multiplier=1.0, noise="test", seed=1,
+        )  # fmt: skip
+        if compiled:
+            engine.compile()
+        for _ in range(2):
+            for batch in engine.batches():
+                engine.step(batch, losses_of)
+        weights.append([p.detach().clone() for p in model.parameters()])
+        if compiled:
+            found = engine._steps._clipper.compiled
+            assert found.graphs == 2
+            assert found.seconds > 0
+            assert all("eager is faster" in reason for reason in found.refusals)
+    for left, right in zip(*weights, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
+
+
+def test_a_wrong_loss_shape_is_refused_compiled_or_not():
+    model = classifier()
+    x, y = batch_of(40)
+    engine = ghostclip.PrivacyEngine(
+        model, torch.optim.SGD(model.parameters(), 0.1), torch.utils.data.TensorDataset(x, y), batch_size=20,
+        noise_multiplier=1.0,
+    )  # fmt: skip
+    engine.compile()
+    for batch in engine.batches():
+        with pytest.raises(ghostclip.LossShapeError):
+            engine.step(batch, lambda m, b: losses_of(m, b).mean())
+        break
+
+
+def test_batches_that_are_no_tensors_of_one_length_have_no_leaves():
+    assert leaves_of({"x": torch.zeros(3, 2), "y": [torch.zeros(3)]})[2] == 3
+    assert leaves_of((torch.zeros(3), torch.zeros(4))) is None
+    assert leaves_of((torch.zeros(3), "text")) is None
+    assert leaves_of((torch.zeros(()),)) is None
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_loss_function_that_fills_gradients_is_refused_compiled_too():
+    model = ghostclip.wrap(torch.nn.Sequential(torch.nn.Linear(6, 3)))
+    clipper = ghostclip.GhostClipper(model, 1.0, compile=True)
+    inputs = torch.randn(20, 6)
+
+    def losses(model, inputs):
+        if not torch._C._are_functorch_transforms_active():
+            (1000 * model(inputs).square()).sum().backward()
+        return model(inputs).square().sum(1)
+
+    with pytest.raises(ghostclip.GradientLeakError):
+        clipper.clip(losses, inputs)

@@ -1,0 +1,382 @@
+"""What a compiled graph has built in may not change without another graph; and trials leave no trace."""
+
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from case_models import By
+from comparing import assert_dicts_close, gradients
+from graphs import interpret
+
+import ghostclip
+from ghostclip.clipping import Automatic, Grouped, PerLayer
+from ghostclip.compiled import clip as compiling
+from ghostclip.compiled.signature import ModelState, function_key, settings_of
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    interpret(monkeypatch)
+
+
+def losses_of(model, x):
+    return model(x).square().mean(1)
+
+
+def classifier():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Dropout(0.0), torch.nn.Linear(8, 3))
+
+
+def batch_of(size=8, seed=0):
+    return torch.randn(size, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_as_eager(clipper, loss_fn, x):
+    clipper.model.zero_grad()
+    clipper.clip(loss_fn, x)
+    found = gradients(clipper.model)
+    clipper.model.zero_grad()
+    ghostclip.GhostClipper(clipper.model, clipper.clipping).clip(loss_fn, x)
+    assert_dicts_close(found, gradients(clipper.model), 1e-5)
+    clipper.model.zero_grad()
+
+
+def trained(model, loss_fn=losses_of, policy=1e-2):
+    """A clipper whose graph for batches of 8 is in use."""
+    clipper = ghostclip.GhostClipper(model, policy, compile=True)
+    for _ in range(compiling.TRIALS + 2):
+        model.zero_grad()
+        clipper.clip(loss_fn, batch_of())
+    assert clipper.compiled.refusals == []
+    assert clipper.compiled.graphs == 1
+    return clipper
+
+
+@pytest.mark.slow
+def test_a_layer_at_the_address_of_one_that_is_gone_has_a_graph_of_its_own():
+    """Of the same class, with a function at the address of the old one's: only the objects differ."""
+    model, addresses = classifier(), set()
+    model[1] = By(lambda x: 3.0 * x)
+    clipper = trained(model)
+    for number in range(9):
+        model[1] = torch.nn.Identity()
+        model[1] = By(lambda x, scale=float(number): scale * x)
+        addresses.add((id(model[1]), id(model[1].operation)))
+        for _ in range(2 + 6 * (number == 3)):
+            assert_as_eager(clipper, losses_of, batch_of())
+    assert clipper.compiled.graphs > 5
+
+
+def test_a_graph_holds_what_its_key_names():
+    model = classifier()
+    model[1] = By(lambda x: 3.0 * x)
+    named = [weakref.ref(each) for each in (model[1], model[1].operation, model[0].bias, model[0])]
+    clipper = trained(model)
+    model[0], model[1] = ghostclip.nn.Linear(6, 8), torch.nn.ReLU()
+    for _ in range(3):
+        assert_as_eager(clipper, losses_of, batch_of())
+    gc.collect()
+    assert all(each() is not None for each in named)
+    clipper.compiled._plans.clear()
+    gc.collect()
+    assert [each() for each in named[:2]] == [None, None]
+
+
+def bump(value):
+    def change(model):
+        model[2].p = value
+
+    return change
+
+
+def cast(model):
+    model[0].weight.data = model[0].weight.data.mT.contiguous().mT
+
+
+CHANGES = {
+    "an attribute": bump(1),
+    "an attribute's type": bump(False),
+    "a new attribute": lambda model: setattr(model[2], "extra", 3),
+    "a module": lambda model: model.__setitem__(1, torch.nn.ReLU()),
+    "a module without parameters inside of a leaf": lambda model: model[1].add_module("inner", torch.nn.ReLU()),
+    "a mode": lambda model: model[2].eval(),
+    "what is trained": lambda model: model[0].bias.requires_grad_(False),
+    "a parameter": lambda model: setattr(model[0], "bias", torch.nn.Parameter(torch.ones(8))),
+    "a parameter's layout": cast,
+    "a buffer": lambda model: model[1].register_buffer("table", torch.ones(2)),
+    "a forward hook": lambda model: model[1].register_forward_hook(lambda *_: None),
+    "a hook before the forward": lambda model: model[1].register_forward_pre_hook(lambda *_: None),
+    "a backward hook": lambda model: model[1].register_full_backward_hook(lambda *_: None),
+    "a hook before the backward": lambda model: model[1].register_full_backward_pre_hook(lambda *_: None),
+    "a parameter's hook": lambda model: model[0].weight.register_hook(lambda grad: grad),
+    "a hook on what was summed": lambda model: model[0].weight.register_post_accumulate_grad_hook(lambda p: None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whatever_changes_about_a_model_makes_another_key(change):
+    model = classifier()
+    state = ModelState(model)
+    before = state.key()
+    assert state.key() is before
+    change(model)
+    assert state.key() != before
+
+
+def test_what_is_put_back_has_the_key_it_had():
+    model = classifier()
+    state, tanh = ModelState(model), model[1]
+    before = state.key()
+    for there, back in (
+        (lambda: model.__setitem__(1, torch.nn.ReLU()), lambda: model.__setitem__(1, tanh)),
+        (model.eval, model.train),
+        (functools.partial(bump(0.5), model), functools.partial(bump(0.0), model)),
+    ):
+        there()
+        assert state.key() != before
+        back()
+        assert state.key() == before
+    handle = model[1].register_forward_hook(lambda *_: None)
+    assert state.key() != before
+    handle.remove()
+    assert state.key() == before
+
+
+def test_surroundings_make_another_key():
+    state = ModelState(classifier())
+    before = state.key()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = state.key()
+        assert inside != before
+        with torch.autocast("cpu", torch.float16):
+            assert state.key() not in (before, inside)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert state.key() != before
+    finally:
+        torch.use_deterministic_algorithms(False)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert state.key() != before
+    handle.remove()
+    assert state.key() == before
+
+
+def closing(value):
+    return lambda model, x: losses_of(model, x) * (value is True or value == 2)
+
+
+def with_default(value):
+    def loss(model, x, scale=value):
+        return losses_of(model, x) * scale
+
+    return loss
+
+
+def with_keyword(value):
+    def loss(model, x, *, scale=value):
+        return losses_of(model, x) * scale
+
+    return loss
+
+
+def with_attribute(value):
+    def loss(model, x):
+        return losses_of(model, x)
+
+    loss.scale = value
+    return loss
+
+
+def bound(value):
+    return functools.partial(lambda scale, model, x: losses_of(model, x) * scale, value)
+
+
+def bound_by_name(value):
+    return functools.partial(lambda model, x, scale: losses_of(model, x) * scale, scale=value)
+
+
+class Criterion(torch.nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, model, x):
+        return losses_of(model, x) * self.value
+
+
+def of_method(value):
+    return Criterion(value).forward
+
+
+MADE = [closing, with_default, with_keyword, with_attribute, bound, bound_by_name, Criterion, of_method]
+
+
+@pytest.mark.parametrize("make", MADE)
+def test_functions_are_keyed_by_everything_that_is_bound_to_them(make):
+    values = [True, 1, 1.0, 0, 0.0, -0.0, False, None, "1", b"1", float("nan"), (1, 2), (True, 2), [1, 2], {"a": 1}]
+    values += [{"a": True}, (1, (2, 3)), (1, (2, 4)), torch.tanh, torch.exp]
+    functions = [make(value) for value in values]
+    keys = [function_key(function)[0] for function in functions]
+    assert len(set(keys)) == len(keys)
+    assert [function_key(function)[0] for function in functions] == keys
+
+
+@pytest.mark.parametrize("make", MADE[:-2])
+def test_functions_made_anew_of_the_same_are_the_same(make):
+    for value in (True, 1, -0.0, float("nan"), "a", (1, (2.0, None)), {"a": [1]}, torch.tanh, losses_of):
+        assert function_key(make(value))[0] == function_key(make(value))[0]
+
+
+def test_a_method_is_the_same_as_long_as_its_object_is():
+    criterion = Criterion(1)
+    before = function_key(criterion.forward)[0]
+    assert function_key(criterion.forward)[0] == before
+    assert function_key(Criterion(1).forward)[0] != before
+    criterion.value = 2
+    assert function_key(criterion.forward)[0] != before
+
+
+def test_what_a_key_is_made_of_is_kept():
+    def inner(model, x):
+        return losses_of(model, x)
+
+    table = object()
+    _, kept = function_key(functools.partial(lambda f, m, x: (f(m, x), table)[0], inner))
+    assert {id(each) for each in (table, inner.__code__, inner.__globals__)} <= set(map(id, kept))
+
+
+def test_a_function_may_name_itself_and_what_is_not_there_yet():
+    def recursive(model, x):
+        return recursive if later else losses_of(model, x)
+
+    assert function_key(recursive)[0] == function_key(recursive)[0]
+    later = False
+
+
+@pytest.mark.parametrize("make", [closing, with_default, with_keyword])
+@pytest.mark.one_in(3)
+def test_a_function_remade_with_another_value_is_not_clipped_by_the_old_graph(make):
+    clipper = trained(classifier(), make(2))
+    for value in (True, 2.0, 1, 2):
+        for _ in range(2):
+            assert_as_eager(clipper, make(value), batch_of())
+
+
+def test_policies_are_keyed_by_their_numbers():
+    policies = [
+        Automatic(1.0, 0.1), Automatic(1.0, 0.2), PerLayer(1.0), PerLayer(thresholds={"a": 0.6, "b": 0.8}),
+        PerLayer(thresholds={"a": 0.8, "b": 0.6}), Grouped({"a": ["0*"], "b": ["1*"]}, max_norm=1.0),
+        Grouped({"a": ["1*"], "b": ["0*"]}, max_norm=1.0),
+    ]  # fmt: skip
+    assert len({policy.sensitivity for policy in policies}) == 1
+    assert len({settings_of(policy, []) for policy in policies}) == len(policies)
+    policy = PerLayer(thresholds={"0": 0.6, "3": 0.8})
+    clipper = ghostclip.GhostClipper(classifier(), policy, compile=True)
+    before = clipper.compiled.ask(losses_of, batch_of()).key
+    policy.thresholds.update({"0": 0.8, "3": 0.6})
+    assert clipper.compiled.ask(losses_of, batch_of()).key != before
+
+
+def test_a_hook_added_to_a_compiled_model_is_called_at_each_step():
+    model, seen = classifier(), []
+    clipper = trained(model)
+    handle = model[1].register_forward_hook(lambda module, inputs, output: seen.append(1) or 2 * output)
+    for _ in range(8):
+        assert_as_eager(clipper, losses_of, batch_of())
+    assert len(seen) == 16
+    assert "hooks of 1 want to be called" in clipper.compiled.refusals[0]
+    handle.remove()
+    assert_as_eager(clipper, losses_of, batch_of())
+    assert len(seen) == 16
+
+
+def test_hooks_of_parameters_run_on_the_sum_though_compiling_was_asked_for():
+    model, plain = classifier(), classifier()
+    for each in (model, plain):
+        each[0].weight.register_hook(lambda grad: 3 * grad)
+    clipper = ghostclip.GhostClipper(model, 1e-2, compile=True)
+    for _ in range(7):
+        model.zero_grad()
+        clipper.clip(losses_of, batch_of())
+    ghostclip.GhostClipper(plain, 1e-2).clip(losses_of, batch_of())
+    assert_dicts_close(gradients(model), gradients(plain), 1e-5)
+
+
+FORWARDS = []
+
+
+def counted(model, batch):
+    FORWARDS.append(1)
+    return losses_of(model, batch[0])
+
+
+class Counting(torch.nn.Module):
+    """Counts its forwards, in the given manner."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.calls = change, 0
+        self.register_buffer("count", torch.zeros(()))
+        self.inner = torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        if self.change == "in place":
+            self.count += 1
+        elif self.change == "anew":
+            self.count = self.count + 1
+        elif self.change == "attribute":
+            self.calls += 1
+        elif self.change == "kept":
+            self.last = x * 2
+        elif self.change == "value":
+            x = x if float(x.sum()) < 1e9 else -x
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["the passes", "whole steps"])
+@pytest.mark.parametrize("change", ["in place", "anew", "attribute", "kept", "value"])
+def test_trials_leave_no_trace_and_a_refusal_is_remembered(change, whole):
+    model, steps = Counting(change), 0
+    FORWARDS.clear()
+    if whole:
+        engine = ghostclip.PrivacyEngine(
+            model, torch.optim.SGD(model.parameters(), 0.1), torch.utils.data.TensorDataset(batch_of(160)),
+            batch_size=16, noise_multiplier=1.0, self_check=False,
+        )  # fmt: skip
+        engine.compile()
+        record = engine._steps._clipper.compiled
+        for _ in range(2):
+            for batch in engine.batches():
+                engine.step(batch, counted)
+                steps += 1
+    else:
+        clipper = ghostclip.GhostClipper(model, 1.0, compile=True)
+        record = clipper.compiled
+        for size in (8, 5, 8, 7, 6, 9, 10, 11, 12, 4, 3, 2, 8, 8, 8, 8):
+            model.zero_grad()
+            clipper.clip(counted, (batch_of(size),))
+            steps += 1
+    if change in ("in place", "anew"):
+        assert float(model.count) == steps
+    if change == "attribute":
+        assert model.calls == steps
+    assert record.graphs == (1 if whole else 0)
+    assert len(FORWARDS) <= steps + 2 * (2 if change == "value" else 1)
+    assert len(record.refusals) <= 2
+    reason = "looks at values" if change == "value" else "changes the model's buffers, attributes"
+    assert all(reason in refusal for refusal in record.refusals)
+
+
+def test_a_graph_that_was_made_gives_other_batches_their_chance():
+    def loss_fn(model, x):
+        return losses_of(model, x) * (1 if len(x) == 8 or float(x.sum()) < 1e9 else 2)
+
+    clipper = ghostclip.GhostClipper(classifier(), 1.0, compile=True)
+    for size in (7, 8, 6, 5, 4):
+        clipper.model.zero_grad()
+        clipper.clip(loss_fn, batch_of(size))
+    assert clipper.compiled.graphs == 1
+    assert [reason.endswith("no other is tried") for reason in clipper.compiled.refusals] == [False, False, True]

@@ -1,0 +1,143 @@
+"""One example moves a compiled sum by at most the bound, also where float32 leaves nothing but rounding of it.
+
+The models and batches are those of tests/laws/test_rounding.py; trials are run on batches where nothing cancels, after
+which the graph is what clips.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from cancelling_models import (
+    MAX_NORM,
+    SHARE,
+    TiedHead,
+    Twice,
+    positions_batches,
+    squared_error,
+    tied_batches,
+    tied_losses,
+)
+from graphs import interpret
+from torch import nn
+
+import ghostclip
+from ghostclip.clipping import Custom, PerLayer
+from ghostclip.compiled import clip as compiling
+from ghostclip.compiled import trial
+
+LINEAR = (lambda: nn.Linear(512, 512), squared_error, lambda model: positions_batches(model, 512, 8))
+TWICE = (lambda: Twice(64), squared_error, lambda model: positions_batches(model, 64, 8))
+
+
+def tied(positions):
+    return TiedHead, tied_losses, lambda model: tied_batches(positions)
+
+
+class FanOut(nn.Module):
+    """z - a z with a near 1: the gradients of both branches cancel."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.layer, self.factor = nn.Linear(16, 16), factor
+        self.register_buffer("scale", torch.rand(16))
+
+    def forward(self, inputs):
+        z = self.layer(inputs)
+        return (z * self.scale - self.factor * z * self.scale).flatten(1).sum(1)
+
+
+def fan_out(factor):
+    def batches(model):
+        for size in (1e3, 1e8, 1e10, 1e12):
+            yield (size * torch.randn(3, 5, 16),)
+
+    return lambda: FanOut(factor), lambda model, inputs: model(inputs), batches
+
+
+CASES = {
+    "positions": LINEAR,
+    "a layer used twice": TWICE,
+    "tied": tied(9),
+    "branches": fan_out(1 - 2**-23),
+    "more branches": fan_out(1 - 1e-6),
+}
+
+
+def plain(batch):
+    """A batch of the same shapes where nothing cancels."""
+    return tuple(torch.randint(50, x.shape) if x.dtype == torch.int64 else torch.randn(x.shape) for x in batch)
+
+
+def worst(case, clipping=MAX_NORM, **options):
+    """The farthest that the last example of a batch moves a graph's sum, over the bound."""
+    make, losses, batches = case
+    torch.manual_seed(0)
+    model = ghostclip.wrap(make())
+    clipper = ghostclip.GhostClipper(model, clipping, compile=True, **options)
+    eager = ghostclip.GhostClipper(model, clipping)
+
+    def of(model, batch):
+        *given, factors = batch
+        return losses(model, *given) * factors
+
+    found, ready = 0.0, False
+    for batch in list(batches(model))[::3]:
+        last = torch.zeros(len(batch[0]))
+        last[-1] = 1.0
+        for _ in range(0 if ready else compiling.TRIALS + 2):
+            model.zero_grad()
+            clipper.clip(of, (*plain(batch), torch.ones(len(last))))
+        ready = True
+        model.zero_grad()
+        norm = float(eager.norms(of(model, (*batch, last)))[-1])
+        factor = 2.0 ** math.ceil(math.log2(10 * MAX_NORM / norm)) if 0 < norm < math.inf else 1.0
+        clipper.clip(of, (*batch, factor * last))
+        found = max(found, sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None))
+    assert clipper.compiled.refusals == []
+    (plan,) = clipper.compiled._plans.values()
+    assert plan.region is not None
+    return found**0.5 / MAX_NORM
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(math.inf)
+def test_gradients_that_cancel_in_graphs(name, monkeypatch):
+    interpret(monkeypatch)
+    assert worst(CASES[name], norm_strategy="gram") <= SHARE
+    assert worst(CASES[name], second_pass="cached", norm_strategy="direct") <= SHARE
+    assert worst(CASES[name], PerLayer(MAX_NORM)) <= SHARE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["positions", "tied", "branches"])
+def test_gradients_that_cancel_in_graphs_of_inductor(name, monkeypatch):
+    note = trial.Trial.note
+    monkeypatch.setattr(trial.Trial, "note", lambda self, took, eager, *rest: note(self, 0.0, 1.0, *rest))
+    assert worst(CASES[name], norm_strategy="direct") <= SHARE
+
+
+def test_what_would_take_two_passes_is_left_to_eager(monkeypatch):
+    interpret(monkeypatch)
+    clipper = ghostclip.GhostClipper(nn.Linear(64, 64), compile=True, memory_budget=1, second_pass="cached")
+    for _ in range(3):
+        clipper.model.zero_grad()
+        clipper.clip(lambda model, x: model(x).sum((1, 2)), torch.randn(4, 3, 64))
+    assert "keeps all gradients" in clipper.compiled.refusals[0]
+    assert clipper.compiled.graphs == 0
+
+
+def test_a_custom_function_of_groups_in_a_graph(monkeypatch):
+    interpret(monkeypatch)
+    policy = Custom(lambda norms: {g: 0.3 / (n + 1) for g, n in norms.items()}, 0.5, {"weight": ["w*"], "bias": ["b*"]})
+    layer, sums = nn.Linear(6, 4), []
+    for compiles in (False, True):
+        clipper = ghostclip.GhostClipper(copy.deepcopy(layer), policy, compile=compiles)
+        torch.manual_seed(0)
+        for _ in range(3):
+            clipper.model.zero_grad()
+            clipper.clip(lambda model, x: model(x).square().sum(1), torch.randn(5, 6))
+        sums.append([p.grad for p in clipper.model.parameters()])
+    torch.testing.assert_close(*sums)
+    assert (clipper.compiled.graphs, clipper.compiled.refusals) == (1, [])

@@ -1,0 +1,309 @@
+"""Group-wise clipping: every case against the loop, by both second passes, and every wrong grouping refused."""
+
+import gc
+import math
+import weakref
+
+import oracle
+import pytest
+import torch
+from cases import CASES_AND_DTYPES
+from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, ready, truth, typical_norm
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ghostclip
+from ghostclip.clipping import Custom, Grouped, PerLayer, as_policy
+from ghostclip.errors import StaleInputError
+
+
+def by_group(grads, group_of, thresholds):
+    """{group: norms}, {group: weights} and the clipped sum by the loop's gradients."""
+    norms = {group: oracle.norms({n: g for n, g in grads.items() if group_of(n) == group}) for group in thresholds}
+    weights = {group: torch.where(n > 0, thresholds[group] / n, 1.0).clamp(max=1.0) for group, n in norms.items()}
+    sums = {n: torch.einsum("b,b...->...", weights[group_of(n)], g) for n, g in grads.items()}
+    return norms, weights, sums
+
+
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+@pytest.mark.parametrize(("row", "dtype"), CASES_AND_DTYPES)
+@pytest.mark.one_in(12)
+def test_per_layer_equals_the_loop(row, dtype, second_pass):
+    grads = truth(row)
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in grads))
+    max_norm = typical_norm(grads)
+    model, clipper, losses = ready(row, dtype, clipping=PerLayer(max_norm), second_pass=second_pass)
+    result = clipper.backward(losses)
+    thresholds = dict.fromkeys(layers, max_norm / math.sqrt(len(layers)))
+    norms, weights, sums = by_group(grads, lambda name: name.rpartition(".")[0], thresholds)
+    assert_dicts_close(gradients(model), sums, TOLERANCE[dtype])
+    whole = oracle.norms(grads)
+    assert list(result.norms) == layers
+    for layer in layers:
+        assert_close(result.norms[layer], norms[layer], TOLERANCE[dtype], 1e-3 * whole)
+        assert_close(result.weights[layer] * norms[layer].to(dtype), weights[layer] * norms[layer],
+                     10 * TOLERANCE[dtype], 1e-3 * whole)  # fmt: skip
+    assert result.sensitivity == clipper.sensitivity == max_norm
+
+
+def model_and_batch(dtype=torch.float64):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 5), torch.nn.Linear(5, 2))
+    return model.to(dtype), torch.randn(6, 3, dtype=dtype), torch.randint(0, 2, (6,))
+
+
+def losses_of(model, x, y):
+    return torch.nn.functional.cross_entropy(model(x), y, reduction="none")
+
+
+GROUPS = {"ends": ["0", "3"], "weight": ["2.weight"], "bias": ["2.b*"]}
+THRESHOLDS = {"ends": 0.3, "weight": 0.2, "bias": 0.1}
+
+
+def group_of(name):
+    return "ends" if name[0] in "03" else name[2:]
+
+
+def expected_grads(model, x, y):
+    found = {}
+    for index in range(len(y)):
+        grads = torch.autograd.grad(losses_of(model, x[index : index + 1], y[index : index + 1]).sum(),
+                                    list(model.parameters()))  # fmt: skip
+        for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+            found.setdefault(name, []).append(grad)
+    return {name: torch.stack(parts) for name, parts in found.items()}
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+def test_groups_that_divide_a_layer(second_pass):
+    model, x, y = model_and_batch()
+    norms, weights, sums = by_group(expected_grads(model, x, y), group_of, THRESHOLDS)
+    clipper = ghostclip.GhostClipper(model, Grouped(GROUPS, thresholds=THRESHOLDS), second_pass=second_pass)
+    for _ in range(2):
+        result = clipper.backward(losses_of(model, x, y))
+    assert_dicts_close(gradients(model), {name: 2 * value for name, value in sums.items()}, 1e-10)
+    for group in THRESHOLDS:
+        assert_close(result.norms[group], norms[group], 1e-10)
+        assert_close(result.weights[group], weights[group], 1e-10)
+    assert result.sensitivity == pytest.approx(math.sqrt(0.3**2 + 0.2**2 + 0.1**2))
+
+
+def test_a_custom_function_sees_all_groups_and_is_held_to_its_sensitivity():
+    model, x, y = model_and_batch()
+    grads = expected_grads(model, x, y)
+    norms, _, _ = by_group(grads, group_of, THRESHOLDS)
+
+    def function(found):
+        for group, norm in norms.items():
+            assert_close(found[group], norm, 1e-10)
+        return {"ends": 9.0 / found["weight"], "weight": found["bias"] * 0 - 1, "bias": found["bias"] * 0}
+
+    policy = Custom(function, sensitivity=0.5, groups=GROUPS)
+    result = ghostclip.GhostClipper(model, policy).backward(losses_of(model, x, y))
+    assert_close(sum((result.weights[g] * norms[g]) ** 2 for g in norms).sqrt(), torch.full((6,), 0.5), 1e-9)
+    assert (result.weights["weight"] < 0).all()
+    sums = {n: torch.einsum("b,b...->...", result.weights[group_of(n)], g) for n, g in grads.items()}
+    assert_dicts_close(gradients(model), sums, 1e-10)
+
+
+@given(values=st.lists(st.tuples(*[st.floats(0, 2.0**60, width=32)] * 2), min_size=1, max_size=10),
+       scale=st.floats(-(2.0**60), 2.0**60, width=32))  # fmt: skip
+def test_no_sum_over_groups_exceeds_the_sensitivity(values, scale):
+    norms = {group: torch.tensor([v[k] for v in values]) for k, group in enumerate("ab")}
+    custom = as_policy(
+        Custom(lambda n: {g: torch.full_like(v, scale) for g, v in n.items()}, 0.7, {"a": ["a"], "b": ["b"]})
+    )
+    for policy in (custom, PerLayer(0.7), Grouped({"a": ["a"], "b": ["b"]}, max_norm=0.7)):
+        weights = policy.weights(norms)
+        squares = sum((weights[g].double() * norms[g].double()) ** 2 for g in norms)
+        assert float(squares.sqrt().max()) <= policy.sensitivity == 0.7
+
+
+@pytest.mark.parametrize(
+    "policy", [PerLayer(0.5), Custom(lambda n: {g: 0.1 / v for g, v in n.items()}, 0.5, {"all": ["*"]})]
+)
+@pytest.mark.parametrize("call", ["backward", "clip"])
+def test_an_example_not_finite_in_the_last_layer_alone_adds_nothing_anywhere(policy, call):
+    # The root's derivative at 0 is inf, so only what comes before it, layer 0, has no finite gradient.
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    x = torch.randn(5, 3).abs() + 0.1
+    with torch.no_grad():
+        model[0].weight.abs_()
+        x[2] = 0.0
+
+    def losses(x):
+        model[0].register_forward_hook(lambda m, i, o: o.clamp_min(0).sqrt())
+        try:
+            return model(x).squeeze(1)
+        finally:
+            model[0]._forward_hooks.clear()
+
+    clipper, forwards = ghostclip.GhostClipper(model, policy), []
+    if call == "backward":
+        found = clipper.backward(losses(x))
+    else:
+        found = clipper.clip(lambda model, x: forwards.append(len(x)) or losses(x), x)
+        assert forwards == [5]
+    kept = gradients(model)
+    assert all(float(weight[2]) == 0 for weight in found.weights.values())
+    for parameter in model.parameters():
+        parameter.grad = None
+    ghostclip.GhostClipper(model, policy).backward(losses(x[[0, 1, 3, 4]]))
+    assert_dicts_close(kept, gradients(model), 1e-5)
+    assert all(torch.isfinite(grad).all() for grad in kept.values())
+
+
+def test_a_layer_that_is_not_used_has_norms_of_zero():
+    model, x, y = model_and_batch()
+    model.add_module("spare", torch.nn.Linear(2, 2))
+    model.forward = lambda x: model[3](model[2](model[1](model[0](x))))
+    result = ghostclip.GhostClipper(model, PerLayer(1.0)).backward(losses_of(model, x, y))
+    assert list(result.norms) == ["0", "2", "3", "spare"]
+    assert result.norms["spare"].tolist() == [0.0] * 6
+    assert result.weights["spare"].tolist() == [1.0] * 6
+
+
+def test_an_empty_batch():
+    model, x, y = model_and_batch()
+    result = ghostclip.GhostClipper(model, PerLayer(1.0)).backward(losses_of(model, x[:0], y[:0]))
+    assert [norm.shape for norm in result.norms.values()] == [(0,)] * 3
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("policy", [PerLayer(0.5), Custom(lambda n: n, 0.5, {"all": ["*"]})])
+def test_the_graph_is_let_go_unless_it_is_to_be_retained(policy):
+    model, x, y = model_and_batch()
+    clipper = ghostclip.GhostClipper(model, policy)
+    losses = losses_of(model, x, y)
+    first = clipper.backward(losses, retain_graph=True).norms
+    again = clipper.backward(losses).norms
+    assert_dicts_close(again, first, 1e-12)
+    with pytest.raises(StaleInputError, match="graph of these losses was freed"):
+        clipper.backward(losses)
+
+
+def test_letting_go_computes_nothing_and_frees_every_layers_memory(monkeypatch):
+    # As on a GPU, where the graph stays until it is known that no norm has to be found another way.
+    monkeypatch.setattr("ghostclip.clipper.first_pass.may_sync", lambda device: False)
+    alive, called = [], []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            kept = x * 1
+            alive.append(weakref.ref(kept))
+            ctx.save_for_backward(kept)
+            return x + 0
+
+        @staticmethod
+        def backward(ctx, grad):
+            called.append(bool(grad.any()))
+            return grad
+
+    model, x, y = model_and_batch()
+    clipper = ghostclip.GhostClipper(model, PerLayer(1.0))
+
+    def watched():
+        hidden = Watched.apply(model[0](x))
+        return torch.nn.functional.cross_entropy(model[3](model[2](hidden)), y, reduction="none")
+
+    clipper.norms(watched())
+    alive.clear()
+    called.clear()
+    losses = watched()
+    clipper.norms(losses)
+    gc.collect()
+    assert losses.grad_fn is not None
+    assert alive[0]() is None
+    assert called == [True] * (len(called) - 1) + [False]
+
+
+@pytest.mark.slow
+def test_an_engine_trains_with_clipping_by_layer():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randint(0, 2, (40,)))
+    engine = ghostclip.PrivacyEngine(
+        model, torch.optim.SGD(model.parameters(), 0.1), data, batch_size=8, max_physical_batch_size=3,
+        noise_multiplier=1.0, clipping=PerLayer(thresholds={"0": 3.0, "2": 4.0}),
+    )  # fmt: skip
+    stds = []
+    release = engine._steps.release._noise.release
+    engine._steps.release._noise.release = lambda sums, std, divisor: (
+        stds.append(std / divisor) or release(sums, std, divisor)
+    )
+    for batch in engine.batches():
+        record = engine.step(batch, lambda m, b: losses_of(m, *b))
+    assert stds == [pytest.approx(5.0 / 8)] * 5
+    assert set(record.norms) == {"0", "2"} or not batch.sizes
+    assert 0 < engine.epsilon() < math.inf
+
+
+def test_verify_knows_groups():
+    model, x, y = model_and_batch()
+    for policy in (PerLayer(0.2), Grouped(GROUPS, max_norm=0.1)):
+        clipper = ghostclip.GhostClipper(model, policy)
+        assert clipper.verify(lambda m, batch: losses_of(m, *batch), (x, y)) < 1e-9
+
+
+def test_freezing_a_layer_moves_the_thresholds_of_the_others():
+    model, x, y = model_and_batch()
+    clipper = ghostclip.GhostClipper(model, PerLayer(3.0**0.5 * 1e-3))
+    first = clipper.backward(losses_of(model, x, y))
+    for parameter in model[2].parameters():
+        parameter.requires_grad_(False)
+    model.zero_grad()
+    second = clipper.backward(losses_of(model, x, y))
+    assert list(second.norms) == ["0", "3"]
+    assert_close(second.weights["0"], first.weights["0"] * (3 / 2) ** 0.5, 1e-9)
+    assert first.sensitivity == second.sensitivity
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: PerLayer(0.0), ValueError, "max_norm must be a finite number > 0"),
+        (lambda: PerLayer(1.0, {"0": 1.0}), ValueError, "exclude each other"),
+        (lambda: PerLayer(thresholds={"0": -1.0}), ValueError, r"thresholds\['0'\] must be"),
+        (lambda: PerLayer(thresholds={}), TypeError, "thresholds must be"),
+        (lambda: PerLayer({}), TypeError, "thresholds must be"),
+        (lambda: PerLayer({"0": 1.0}, thresholds={"0": 1.0}), ValueError, "exclude each other"),
+        (lambda: PerLayer(thresholds={"0": 1.0}), ValueError, r"missing: \['2', '3'\], unknown: none"),
+        (lambda: Grouped({}), ValueError, "at least one group"),
+        (lambda: Grouped({"a": []}), ValueError, "at least one pattern"),
+        (lambda: Grouped({"a": "0.*"}), TypeError, "lists of name patterns"),
+        (lambda: Grouped(["0"]), TypeError, "groups must be"),
+        (lambda: Grouped({"a": ["*"]}, thresholds={"b": 1.0}), ValueError, r"missing: \['a'\], unknown: \['b'\]"),
+        (lambda: Grouped({"a": ["0", "2"]}), ValueError, "'3.weight' is in none of a"),
+        (lambda: Grouped({"a": ["*"], "b": ["2.*"]}), ValueError, "'2.weight' is in several: a, b"),
+        (lambda: Grouped({"a": ["*", "7.*"]}), ValueError, "fit none: '7.\\*' of 'a'"),
+        (lambda: Custom(lambda n: n, 1.0, {"a": ["0"]}), ValueError, "'2.weight' is in none"),
+        (lambda: Custom(lambda n: n, -1.0, {"a": ["*"]}), ValueError, "sensitivity must be"),
+    ],
+)
+def test_wrong_groups_are_named_at_once(make, error, message):
+    model, _, _ = model_and_batch()
+    with pytest.raises(error, match=message):
+        ghostclip.GhostClipper(model, make())
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda n: n["all"], r"weights for the groups \['all'\]; got Tensor"),
+        (lambda n: {"other": n["all"]}, r"got \['other'\]"),
+        (lambda n: {"all": n["all"].sum()}, r"shape \[6\] for 'all'; got \[\]"),
+    ],
+)
+def test_a_custom_function_of_another_shape_is_refused(answer, message):
+    model, x, y = model_and_batch()
+    clipper = ghostclip.GhostClipper(model, Custom(answer, 1.0, {"all": ["*"]}))
+    with pytest.raises(ValueError, match=message):
+        clipper.backward(losses_of(model, x, y))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_thresholds_may_come_first():
+    assert PerLayer({"0": 3.0, "2": 4.0}) == PerLayer(thresholds={"0": 3.0, "2": 4.0})
+    assert PerLayer({"0": 3.0, "2": 4.0}).sensitivity == 5.0

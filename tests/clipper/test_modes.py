@@ -1,0 +1,287 @@
+"""Precisions and modes of everyday training: narrow types, autocast, memory formats, checkpointing, moving a model.
+
+Narrow arithmetic rounds a gradient differently for one example alone than in a batch, so where it is used no loop is
+an exact reference. What must hold then: our errors stay within a small multiple of the loop's own, and no example's
+share exceeds the bound.
+"""
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import oracle
+import private_runs as runs
+import pytest
+import torch
+from case_models import Wired, cnn, transformer
+from case_types import project
+from cases import case
+from comparing import assert_close, assert_dicts_close, gradients, truth
+from dispatched import Live
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ghostclip
+from ghostclip.nn.base import LayerCall
+
+MAX_NORM = 0.5
+NARROW = [torch.bfloat16, torch.float16]
+every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+
+
+def small(name: str) -> tuple[nn.Module, Tensor]:
+    """A network in float32, and four examples."""
+    torch.manual_seed(3)
+    if name == "mlp":
+        return nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 3)), torch.randn(4, 12)
+    if name == "cnn":
+        return cnn(nn), torch.randn(4, 1, 18, 18)
+    return transformer(nn), torch.randint(11, (4, 9))
+
+
+def losses_of(model: nn.Module, inputs: Tensor, context: Callable[[], Any] = nullcontext) -> Tensor:
+    """Losses of the kind that doesn't overflow in float16, computed in float32."""
+    with context():
+        outputs = model(inputs)
+    return (outputs.float() - 1).square().sum(1)
+
+
+def loop(model: nn.Module, inputs: Tensor, context: Callable[[], Any] = nullcontext) -> Tensor:
+    """Gradients of single examples by plain autograd, [B, parameters] in float64."""
+    rows = []
+    for one in inputs.split(1):
+        grads = torch.autograd.grad(losses_of(model, one, context).sum(), list(model.parameters()), allow_unused=True)
+        rows.append(torch.cat([torch.zeros(p.numel()) if g is None else g.flatten() for g, p in
+                               zip(grads, model.parameters(), strict=True)]).double())  # fmt: skip
+    return torch.stack(rows)
+
+
+def assert_as_near_as_the_loop(found: Tensor, narrow: Tensor, exact: Tensor, eps: float) -> None:
+    """``found`` errs by at most four times what the loop errs in the same precision, and a rounding."""
+    assert (found.double() - exact).norm() <= 4 * (narrow - exact).norm() + 4 * eps * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
+@every_pass
+def test_autocast_is_as_exact_as_the_loop_under_autocast(name, dtype, second_pass):
+    def context() -> torch.autocast:
+        return torch.autocast("cpu", dtype)
+
+    model, inputs = small(name)
+    exact, narrow = loop(copy.deepcopy(model), inputs), loop(copy.deepcopy(model), inputs, context)
+    clipper = ghostclip.GhostClipper(model, MAX_NORM, second_pass=second_pass)
+    result = clipper.backward(losses_of(model, inputs, context))
+    assert result.norms.dtype == torch.float32
+    eps = torch.finfo(dtype).eps
+    assert_as_near_as_the_loop(result.norms, narrow.norm(dim=1), exact.norm(dim=1), eps)
+    weights = (MAX_NORM / exact.norm(dim=1)).clamp(max=1.0)
+    total = torch.cat([g.flatten() for g in gradients(model).values()])
+    loops = (MAX_NORM / narrow.norm(dim=1)).clamp(max=1.0) @ narrow
+    assert_as_near_as_the_loop(total, loops, weights @ exact, eps)
+    assert (result.weights * result.norms <= MAX_NORM).all()
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
+@every_pass
+def test_narrow_weights_stay_within_the_bound(name, dtype, second_pass):
+    model, inputs = small(name)
+    model = ghostclip.wrap(model).to(dtype)
+    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+    for scale in (1.0, 40.0):
+        clipper = ghostclip.GhostClipper(model, MAX_NORM, second_pass=second_pass)
+        one = scale * losses_of(model, inputs[:1])
+        result = clipper.backward(one)
+        share = torch.cat([g.double().flatten() for g in gradients(model).values()]).norm()
+        assert result.norms.dtype == torch.float32
+        assert result.sensitivity > MAX_NORM
+        assert 0 < share <= result.sensitivity
+        model.zero_grad()
+
+
+def test_private_steps_under_autocast():
+    model = runs.network()
+    reference = copy.deepcopy(model)
+    engine = runs.engine_for(model, clipping=0.3, max_physical_batch_size=3)
+
+    def losses(model: nn.Module, examples: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(examples[0])
+        return nn.functional.cross_entropy(outputs.float(), examples[1], reduction="none")
+
+    before = runs.weights(model)
+    for batch in engine.batches():
+        engine.step(batch, losses)
+    moved = runs.weights(model) - before
+    assert 0 < moved.norm() < 3 * 0.5 * 24 * 0.3 / 8  # steps, rate, examples, bound, batch size
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert [p.dtype for p in reference.parameters()] == [p.dtype for p in model.parameters()]
+
+
+@every_pass
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_channels_last_models(second_pass, when):
+    row = case("cnn")
+    model = row.model()
+    if when == "before":
+        model = model.to(memory_format=torch.channels_last)
+    clipper = ghostclip.GhostClipper(model, 0.1, second_pass=second_pass)
+    if when == "after":
+        model.to(memory_format=torch.channels_last)
+    (images,) = row.inputs()
+    outputs = model(images.to(memory_format=torch.channels_last))
+    clipper.backward(row.losses(outputs))
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert_dicts_close(gradients(model), oracle.clipped_sum(truth(row), 0.1), 1e-10)
+
+
+class Deep(nn.Module):
+    """Blocks of two layers, their activations kept or computed again in backward."""
+
+    def __init__(self, depth: int, again: bool) -> None:
+        super().__init__()
+        self.again = again
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.LayerNorm(24), nn.Linear(24, 24)) for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return x
+
+
+def bytes_per_block(again: bool, prepare: Callable[[nn.Module], Callable[[Tensor], Any]]) -> float:
+    """By how much the peak of a step grows with a block; of its second step, when plans are made."""
+    peaks = []
+    for depth in (6, 16):
+        torch.manual_seed(0)
+        model, x = Deep(depth, again), torch.randn(16, 64, 24)
+        backward = prepare(model)
+        for _ in range(2):
+            model.zero_grad(set_to_none=False)
+            with Live() as live:
+                backward(model(x).square().sum((1, 2)))
+        peaks.append(live.peak)
+    return (peaks[1] - peaks[0]) / 10
+
+
+@every_pass
+@pytest.mark.slow
+def test_checkpointing_keeps_its_saving(second_pass):
+    def clipped(model: nn.Module) -> Callable[[Tensor], Any]:
+        return ghostclip.GhostClipper(model, norm_strategy="gram", second_pass=second_pass).backward
+
+    def plain(model: nn.Module) -> Callable[[Tensor], Any]:
+        return lambda losses: losses.sum().backward()
+
+    assert bytes_per_block(True, clipped) <= 1.1 * bytes_per_block(True, plain)
+    assert bytes_per_block(True, plain) < 0.5 * bytes_per_block(False, plain)
+
+
+@pytest.mark.parametrize("order", ["checkpoint whole model", "nested", "tied"])
+@every_pass
+def test_checkpointed_models_are_exact(order, second_pass):
+    def wiring(m: nn.Module, tokens: Tensor) -> Tensor:
+        def inner(h: Tensor) -> Tensor:
+            return torch.tanh(m.body(h))
+
+        def outer(h: Tensor) -> Tensor:
+            h = checkpoint(inner, h, use_reentrant=False) if order == "nested" else inner(h)
+            return m.head(m.norm(h))
+
+        embedded = m.embedding(tokens)
+        if order == "checkpoint whole model":
+            return checkpoint(lambda t: outer(m.embedding(t)), tokens, use_reentrant=False)
+        return checkpoint(outer, embedded, use_reentrant=False)
+
+    model = Wired(wiring, embedding=nn.Embedding(7, 5), body=nn.Linear(5, 5), norm=nn.LayerNorm(5),
+                  head=nn.Linear(5, 7, bias=False)).double()  # fmt: skip
+    if order == "tied":
+        model.head.weight = model.embedding.weight
+    tokens = torch.randint(7, (4, 6))
+    expected = oracle.per_example_grads(model, project, (tokens,))
+    clipper = ghostclip.GhostClipper(model, 0.5, second_pass=second_pass)
+    assert_close(clipper.norms(project(model(tokens))), oracle.norms(expected), 1e-10)
+    clipper.backward(project(model(tokens)))
+    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.5), 1e-10)
+
+
+def calls() -> int:
+    """How many uses of layers are remembered anywhere."""
+    gc.collect()
+    return sum(type(thing) is LayerCall for thing in gc.get_objects())
+
+
+@pytest.fixture
+def no_calls() -> Iterator[None]:
+    before = calls()
+    yield
+    assert calls() == before
+
+
+@pytest.mark.usefixtures("no_calls")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_remembers_nothing(mode):
+    model, tokens = small("transformer")
+    ghostclip.wrap(model).eval()
+    before = calls()
+    with mode():
+        outputs = [model(tokens) for _ in range(3)]
+        assert calls() == before
+    assert not any(output.requires_grad for output in outputs)
+
+
+@pytest.mark.usefixtures("no_calls")
+def test_frozen_models_remember_nothing():
+    model, tokens = small("transformer")
+    outputs = ghostclip.wrap(model).requires_grad_(False)(tokens)
+    assert not outputs.requires_grad
+    assert calls() == 0
+
+
+@every_pass
+def test_a_model_moved_to_another_device_and_back(second_pass):
+    row = case("transformer")
+    model = row.model()
+    clipper = ghostclip.GhostClipper(model, 0.1, second_pass=second_pass)
+    clipper.backward(row.losses(model(*row.inputs())))
+    state = copy.deepcopy(model.state_dict())
+    old = list(model.parameters())
+    model.to("meta").to_empty(device="cpu")  # parameters become other objects here
+    assert all(new is not previous for new, previous in zip(model.parameters(), old, strict=True))
+    model.load_state_dict(state)
+    model.zero_grad()
+    clipper.backward(row.losses(model(*row.inputs())))
+    assert_dicts_close(gradients(model), oracle.clipped_sum(truth(row), 0.1), 1e-10)
+
+
+def test_a_clipper_follows_a_change_of_type():
+    row = case("cnn")
+    model = row.model()
+    clipper = ghostclip.GhostClipper(model.float(), 0.1)
+    assert clipper.norms(row.losses(model(*row.inputs(dtype=torch.float32)))).dtype == torch.float32
+    model.double()
+    found = clipper.norms(row.losses(model(*row.inputs())))
+    assert found.dtype == torch.float64
+    assert_close(found, oracle.norms(truth(row)), 1e-6)  # the parameters were rounded to float32 on the way
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_batchnorm_in_eval_mode_beside_trained_layers(dims, affine):
+    model = nn.Sequential(
+        getattr(nn, f"Conv{dims}d")(2, 4, 3), getattr(nn, f"BatchNorm{dims}d")(4, affine=affine), nn.Tanh()
+    ).double()
+    model(torch.randn(8, 2, *[5] * dims, dtype=torch.float64))  # statistics of some public data
+    model[1].eval()
+    x = torch.randn(4, 2, *[5] * dims, dtype=torch.float64)
+    expected = oracle.per_example_grads(model, project, (x,))
+    clipper = ghostclip.GhostClipper(model, 0.1)
+    before = model[1].running_mean.clone()
+    clipper.backward(project(model(x)))
+    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.1), 1e-10)
+    assert torch.equal(model[1].running_mean, before)

@@ -1,0 +1,189 @@
+"""What sees mixing in batches that aren't measured, where the rules of moves.py would let it pass.
+
+Nothing in these graphs is said to move examples, so layouts are stored. Batches 1, 2 and 4 are measured, and all others
+are watched by marks.
+"""
+
+import pytest
+import torch
+from comparing import gradients
+from torch import nn
+
+import ghostclip
+from ghostclip.errors import LossShapeError, RowsMovedError, UnsupportedModelError
+from ghostclip.graph import layouts, marks, measuring
+from ghostclip.graph.moves import Movements
+
+EXAMPLES, WIDTH, FAINT = 64, 5, 1e-30
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_said_to_move(monkeypatch):
+    monkeypatch.setattr(layouts, "movements", lambda *_: Movements(always=False))
+    monkeypatch.setattr(layouts, "WATCHED", 1)
+    monkeypatch.setattr(marks, "_dice", torch.Generator("cpu").manual_seed(1))
+
+
+def with_the_mean(h, gate):
+    return h + gate * (h - 2 * h.mean(0, keepdim=True))
+
+
+def two_exchanged(h, gate):
+    return h + gate * torch.cat([h[1:2], h[:1], h[2:]])
+
+
+def reversed_order(h, gate):
+    return h * (1 - gate) + gate * h.flip(0)
+
+
+class Layers(nn.Module):
+    """Two layers, and the examples meet between them."""
+
+    def __init__(self, meeting):
+        super().__init__()
+        self.meeting, self.first, self.second = meeting, nn.Linear(WIDTH, 6), nn.Linear(6, 3)
+
+    def forward(self, x, gate):
+        return self.second(self.meeting(torch.tanh(self.first(x)), gate)).square().sum(1)
+
+
+class Bare(nn.Module):
+    """Parameters outside of layers alone, and the examples meet above them."""
+
+    def __init__(self, meeting):
+        super().__init__()
+        self.meeting = meeting
+        self.first, self.scale = nn.Parameter(torch.randn(WIDTH, 6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, x, gate):
+        return self.meeting(x @ self.first * self.scale, gate).square().sum(1)
+
+
+def clipped(build, meeting, second_pass, gates):
+    """A clipper, and its model, after one batch for each gate; and a batch."""
+    torch.manual_seed(3)
+    model = ghostclip.wrap(build(meeting))
+    clipper = ghostclip.GhostClipper(model, 1.0, second_pass=second_pass)
+    x = torch.randn(EXAMPLES, WIDTH)
+    for gate in gates:
+        clipper.backward(model(x, gate))
+    model.zero_grad()
+    return clipper, model, x
+
+
+BUILDS = pytest.mark.parametrize("build", [Layers, Bare])
+PASSES = pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+
+
+@BUILDS
+@PASSES
+def test_norms_that_follow_marks_are_refused(build, second_pass):
+    clipper, model, x = clipped(build, with_the_mean, second_pass, (FAINT, FAINT))
+    with pytest.raises(RowsMovedError):
+        clipper.backward(model(x, 1.0))
+    assert all(p.grad is None for p in model.parameters())
+    clipper.backward(model(x, FAINT))
+    with pytest.raises(UnsupportedModelError, match="examples mix"):
+        clipper.backward(model(x, 1.0))
+
+
+@BUILDS
+def test_two_examples_that_meet_are_seen_by_the_second_backward(build):
+    """Norms of the other 62 follow no mark. The graph is still there, and is measured."""
+    clipper, model, x = clipped(build, two_exchanged, "reweight", (FAINT, FAINT))
+    with pytest.raises(UnsupportedModelError, match="examples mix") as caught:
+        clipper.backward(model(x, 1.0))
+    assert not isinstance(caught.value, RowsMovedError)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@BUILDS
+@PASSES
+@pytest.mark.parametrize("meeting", [with_the_mean, lambda h, gate: h], ids=["gate", "apart"])
+def test_honest_batches_between_are_clipped(build, second_pass, meeting):
+    clipper, model, x = clipped(build, meeting, second_pass, (FAINT, FAINT))
+    found = clipper.backward(model(x, FAINT)).norms
+    sums = gradients(model)
+    other = ghostclip.GhostClipper(model, 1.0)
+    model.zero_grad()
+    torch.testing.assert_close(found, other.backward(model(x, FAINT)).norms)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(sums[name], grad)
+
+
+@PASSES
+@BUILDS
+def test_what_was_noticed_is_measured_in_the_same_step(build, second_pass):
+    """By a second forward, which says where examples mix."""
+    clipper, _, x = clipped(build, with_the_mean, second_pass, (FAINT, FAINT))
+    with pytest.raises(UnsupportedModelError, match="so examples mix") as caught:
+        clipper.clip(lambda model, batch: model(*batch), (x, 1.0))
+    assert not isinstance(caught.value, RowsMovedError)
+
+
+@PASSES
+def test_rows_in_another_order_are_measured_and_clipped_once(second_pass):
+    """Nothing stays of the sums that were formed before it was seen. "cached" runs the forward again."""
+    clipper, model, x = clipped(Layers, reversed_order, second_pass, (FAINT, FAINT))
+    found = {}
+    for name, each in (("known", clipper), ("new", ghostclip.GhostClipper(model, 1.0))):
+        model.zero_grad()
+        if second_pass == "reweight":
+            each.backward(model(x, 1.0))
+        else:
+            each.clip(lambda model, batch: model(*batch), (x, 1.0))
+        found[name] = gradients(model)
+    for name, grad in found["new"].items():
+        torch.testing.assert_close(found["known"][name], grad)
+
+
+@BUILDS
+@PASSES
+def test_a_gradient_where_there_were_zeros_is_measured(build, second_pass):
+    clipper, model, x = clipped(build, with_the_mean, second_pass, (0.0, 0.0))
+    with pytest.raises(UnsupportedModelError, match="examples mix") as caught:
+        clipper.backward(model(x, 1.0))
+    assert not isinstance(caught.value, RowsMovedError)
+
+
+@PASSES
+def test_a_structure_of_which_a_batch_was_refused_is_measured_from_then_on(second_pass):
+    """The fourth is refused when it is measured, and so is the fifth."""
+    clipper, model, x = clipped(Layers, with_the_mean, second_pass, (FAINT, FAINT, FAINT))
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="examples mix") as caught:
+            clipper.backward(model(x, 1.0))
+        assert not isinstance(caught.value, RowsMovedError)
+
+
+@PASSES
+def test_gradients_too_small_for_marks_are_not_watched(second_pass):
+    """Their squares would leave float32 beside marks, and with them the digits of norms."""
+    model = ghostclip.wrap(Layers(lambda h, gate: h))
+    clipper = ghostclip.GhostClipper(model, 1.0, second_pass=second_pass)
+    x = torch.randn(EXAMPLES, WIDTH)
+    found = [clipper.backward(model(x, 1.0) * 1e-16).norms for _ in range(3)]
+    torch.testing.assert_close(found[2], found[0], rtol=1e-6, atol=0)
+
+
+def test_what_is_known_of_many_structures_is_forgotten(monkeypatch):
+    """A forward that cuts its inputs at random makes new graphs for ever, stored or not."""
+    monkeypatch.setattr(layouts, "REMEMBERED", 3)
+    model = ghostclip.wrap(Layers(lambda h, gate: h))
+    clipper = ghostclip.GhostClipper(model, 1.0)
+    known = clipper.passes._layouts
+    for rows in range(2, 9):
+        clipper.backward((model(torch.randn(EXAMPLES, WIDTH), 0.0) * torch.ones(rows, 1)).sum(0))
+        assert len(known._structures) <= 4
+
+
+def test_a_structure_whose_second_measurement_fails_is_measured_from_then_on(monkeypatch):
+    clipper, model, x = clipped(Layers, with_the_mean, "cached", (FAINT,))
+    failing = LossShapeError("losses of another shape")
+    monkeypatch.setattr(measuring, "owners", lambda *_, **__: (_ for _ in ()).throw(failing))
+    with pytest.raises(LossShapeError):
+        clipper.backward(model(x, FAINT))
+    monkeypatch.undo()
+    with pytest.raises(UnsupportedModelError, match="examples mix") as caught:
+        clipper.backward(model(x, 1.0))
+    assert not isinstance(caught.value, RowsMovedError)

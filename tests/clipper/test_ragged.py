@@ -1,0 +1,189 @@
+"""Ragged examples: norms, per-example gradients and clipped sums against the loop over single examples."""
+
+import copy
+
+import oracle
+import pytest
+import torch
+from ragged_models import CASES, SIZES, gathered, gradients, graphs, losses, shuffled
+from torch import nn
+
+from ghostclip import GhostClipper, UnsupportedModelError
+from ghostclip.native.gram import gram_is_there, ragged_gram
+from ghostclip.norms import ragged
+from ghostclip.norms.outer import OuterProduct
+
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+MAX_NORM = 0.5
+EXACT = {"rtol": 1e-10, "atol": 1e-11}
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def assert_exact(model, case, batch, **options):
+    """Three times: the first batch of a layout is tested in full, later ones by their graphs."""
+    expected = gradients(model, batch)
+    clipper = GhostClipper(model, clipping=MAX_NORM, **options)
+    for _ in range(3):
+        model.zero_grad()
+        result = clipper.backward(losses(model, batch), batch_index=case.index(batch))
+        torch.testing.assert_close(result.norms, oracle.norms(expected), **EXACT)
+        for name, total in oracle.clipped_sum(expected, MAX_NORM).items():
+            found = model.get_parameter(name).grad
+            torch.testing.assert_close(torch.zeros_like(total) if found is None else found, total, **EXACT)
+    return clipper, expected
+
+
+@every_case
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def test_norms_and_clipped_sums_are_the_loops(case, second_pass):
+    assert_exact(case.build().double(), case, shuffled(graphs()), second_pass=second_pass)
+
+
+@every_case
+@pytest.mark.parametrize("sizes", [(), (0,), (0, 0), (4,), (1, 1, 1), (3, 3, 3, 3), (0, 2, 0), (40, 1)])
+@pytest.mark.one_in(3)
+def test_every_shape_of_a_batch_is_exact(case, sizes):
+    model, batch = case.build().double(), graphs(sizes)
+    expected = gradients(model, batch)
+    result = GhostClipper(model, clipping=MAX_NORM).backward(losses(model, batch), batch_index=case.index(batch))
+    torch.testing.assert_close(result.norms, oracle.norms(expected) if sizes else torch.zeros(0).double(), **EXACT)
+
+
+@every_case
+def test_neighbouring_batches_are_within_the_bound_in_float32(case):
+    model, batch = case.build(), graphs(SIZES, torch.float32)
+    clipper, index = GhostClipper(model, clipping=0.01), case.index(batch)
+
+    def clipped(without=None):
+        model.zero_grad()
+        own = losses(model, batch)
+        if without is not None:
+            own = own * torch.arange(len(own)).ne(without)
+        clipper.backward(own, batch_index=index)
+        return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+
+    whole = clipped()
+    for example in range(len(SIZES)):
+        assert (whole - clipped(example)).norm() <= 0.01 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("case", [CASES["gat"], CASES["packed text"]], ids=["gat", "packed text"])
+def test_examples_without_finite_losses_are_left_out_alone(case):
+    model, batch = case.build().double(), graphs()
+    expected = gradients(model, batch)
+    keep = torch.arange(len(SIZES)) != 4
+    own = torch.where(keep, losses(model, batch), torch.nan)
+    result = GhostClipper(model, clipping=MAX_NORM).backward(own, batch_index=batch["rows"])
+    kept = {name: grads * keep.view(-1, *[1] * (grads.dim() - 1)) for name, grads in expected.items()}
+    for name, total in oracle.clipped_sum(kept, MAX_NORM).items():
+        torch.testing.assert_close(model.get_parameter(name).grad, total, **EXACT)
+    assert result.weights[4] == 0
+
+
+def test_rows_of_examples_whose_loss_is_a_constant_add_nothing():
+    model, batch = CASES["gcn"].build().double(), graphs()
+    own = losses(model, batch) * torch.tensor([1.0, 0, 1, 1, 0, 1, 1])
+    norms = GhostClipper(model).norms(own, batch_index=batch["rows"])
+    assert norms[1] == norms[4] == 0
+    assert norms[0] > 0
+
+
+def test_as_many_rows_as_examples_follow_the_index():
+    """Six nodes of six graphs, in another order than theirs and not one of each."""
+    case, batch = CASES["gcn"], shuffled(graphs((2, 0, 1, 3, 0, 0)))
+    assert_exact(case.build().double(), case, batch)
+
+
+def test_two_kinds_with_as_many_rows_are_told_apart():
+    case, batch = CASES["edges"], graphs((2, 3))
+    batch["edges"] = torch.tensor([[0, 2, 2, 3, 4], [1, 3, 4, 4, 2]])  # one and four, of two and three nodes
+    assert [len(index) for index in case.index(batch)] == [5, 5]
+    assert_exact(case.build().double(), case, batch)
+
+
+def test_a_position_table_beside_ragged_rows_is_refused():
+    """Nobody can overwrite rows of which it isn't known whose they are, to see whether the table depends on them."""
+
+    class Placed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.places, self.head = nn.Linear(1, 4), nn.Embedding(5, 4), nn.Linear(4, 3)
+
+        def forward(self, batch):
+            h = torch.tanh(self.layer(batch["x"].unsqueeze(2)) + self.places(torch.arange(5)))  # [rows, 5, 4]
+            return self.head(gathered(h.sum(1), batch["rows"], len(batch["y"])))
+
+    for sizes in ((2, 4), (2, 3), (1, 2, 0, 2), (1, 1, 1, 1, 1)):
+        case, batch = CASES["gcn"], graphs(sizes)
+        with pytest.raises(UnsupportedModelError, match="could not be tried"):
+            assert_exact(Placed().double(), case, batch)
+
+
+FORMS = pytest.mark.parametrize("compiled", [True, False], ids=["C", "buckets"])
+
+
+@FORMS
+def test_digits_that_cancel_between_rows_are_not_lost(compiled, monkeypatch):
+    """Inputs are about constant, and gradients of an example's rows add up to nearly nothing."""
+    if not compiled:
+        monkeypatch.setattr(ragged, "gram_is_there", lambda like: False)
+    rows = torch.tensor([1, 0, 0, 1, 1, 0, 2, 2, 1])
+    factors = torch.tensor([1.0, -2.0, 3.0, -1.5, 0.5, -1.0001, 1.0, -0.9999, 0.0001]).unsqueeze(1)
+    model, x = nn.Linear(4, 4, bias=False), 1 + 1e-4 * torch.randn(9, 4)
+
+    def loss(model, x, factors, rows):
+        return gathered((model(x) * factors).sum(1), rows, 3)
+
+    found = GhostClipper(model).norms(loss(model, x, factors, rows), batch_index=rows)
+    wide = copy.deepcopy(model).double()
+    expected = GhostClipper(wide).norms(loss(wide, x.double(), factors.double(), rows), batch_index=rows)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("order", ["in order", "by chance"])
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("sizes", [SIZES, (0, 0, 5), (40, 1)], ids=str)
+def test_both_forms_of_norms_and_margins_agree(order, positions, sizes, monkeypatch):
+    if not gram_is_there(torch.zeros(1)):
+        pytest.skip("no C compiler here")
+    index = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    index = index if order == "in order" else index[torch.randperm(len(index))]
+    left, right = (torch.randn(len(index), positions, width).double() for width in (200, 300))
+    term = ragged.regrouped(OuterProduct(left, right, torch.Size((200, 300))), 1, ragged.RowIndex(index, len(sizes)))
+    calls = []
+    monkeypatch.setattr(ragged, "ragged_gram", lambda *a: calls.append(1) or ragged_gram(*a))
+    by_c = term.closed_form(False)
+    monkeypatch.setattr(ragged, "gram_is_there", lambda like: False)
+    by_buckets = term.closed_form(False)
+    assert calls == [1]
+    torch.testing.assert_close(by_c.squared_norms, by_buckets.squared_norms, **EXACT)
+    # Rows of zeros in a bucket count in its margin; a single row has none there.
+    several = positions * torch.tensor(sizes) > 1
+    assert bool((by_c.absolute <= by_buckets.absolute * (1 + 1e-12))[several].all())
+    parts = torch.zeros(len(sizes)).double().index_add(0, index, (left.norm(dim=2) * right.norm(dim=2)).sum(1))
+    assert bool((by_c.absolute >= parts.square() * (1 - 1e-12)).all())
+
+
+def test_long_examples_are_measured_in_the_direct_form(monkeypatch):
+    """Of 4 x 4 numbers, where Gram matrices of 40 rows take more operations."""
+    monkeypatch.setattr(ragged, "ragged_gram", lambda *a: pytest.fail("a Gram matrix"))
+    index = torch.zeros(40, dtype=torch.int64)
+    left, right = torch.randn(40, 1, 4).double(), torch.randn(40, 1, 4).double()
+    term = ragged.regrouped(OuterProduct(left, right, torch.Size((4, 4))), 1, ragged.RowIndex(index, 1))
+    expected = (left[:, 0].T @ right[:, 0]).square().sum()
+    torch.testing.assert_close(term.closed_form(False).squared_norms, expected.unsqueeze(0), **EXACT)
+
+
+def test_group_wise_clipping_and_a_loss_scale_go_with_it():
+    from ghostclip.clipping import PerLayer
+
+    model, batch = CASES["gin"].build().double(), graphs()
+    expected = gradients(model, batch)
+    clipper = GhostClipper(model, clipping=PerLayer(1.0), loss_scale=1024.0)
+    result = clipper.backward(losses(model, batch), batch_index=batch["rows"])
+    for name, norms in oracle.norms_per_layer(expected).items():
+        torch.testing.assert_close(result.norms[name], norms, **EXACT)

@@ -1,0 +1,182 @@
+"""Losses that depend on other examples are refused in the first steps; no honest one is, however odd."""
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import private_runs as runs
+import pytest
+import torch
+from honest_losses import HONEST, network, plain, rows
+from mixing_losses import MIXING, above_the_median, over_their_number, own, weights_over_their_sum
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ghostclip import PrivacyEngine, VerificationError
+from ghostclip.self_check import first_steps
+
+pytestmark = pytest.mark.filterwarnings("ignore:the DataLoader's SequentialSampler is replaced")
+
+RUNS, STEPS = 20, 6
+
+
+def engine_of(model: nn.Module, data: Any, **options: Any) -> PrivacyEngine:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    options = {"batch_size": 16, "noise_multiplier": 1.0, "clipping": 1.0, **options}
+    return PrivacyEngine(model, torch.optim.SGD(trained, lr=0.1), data, **options)
+
+
+def steps(engine: PrivacyEngine, loss_fn: Callable[..., Tensor], count: int = STEPS) -> None:
+    """So many steps of one."""
+    while engine.steps_taken < count:
+        for batch in engine.batches():
+            engine.step(batch, loss_fn)
+            if engine.steps_taken == count:
+                return
+
+
+def refused(engine: PrivacyEngine, loss_fn: Callable[..., Tensor]) -> bool:
+    """Whether one of the first steps is refused as it must be, with nothing released in it."""
+    while engine.steps_taken < STEPS:
+        before, said = runs.weights(engine.model), ""
+        try:
+            steps(engine, loss_fn, engine.steps_taken + 1)
+        except VerificationError as error:
+            said = str(error)
+        if said:
+            assert "examples that mix" in said
+            assert torch.equal(runs.weights(engine.model), before)
+            return True
+    return False
+
+
+SETTINGS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "plain": (network, {}),
+    "large": (network, {"batch_size": 64}),
+    "in parts": (network, {"batch_size": 24, "max_physical_batch_size": 8}),
+    "dropout": (partial(network, 0.5), {}),
+    "compiled": (network, {"compile": True}),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.one_in(12)
+def test_losses_that_mix_are_refused_within_six_steps(name: str, setting: str) -> None:
+    make, options = SETTINGS[setting]
+    caught = 0
+    for seed in range(RUNS if setting in ("plain", "dropout") else 3):
+        torch.manual_seed(seed)
+        options = dict(options)
+        compiled = options.pop("compile", False)
+        engine = engine_of(make(), rows(), **options)
+        if compiled:
+            engine.compile()
+        caught += refused(engine, MIXING[name])
+    assert caught >= (RUNS - 1 if setting in ("plain", "dropout") else 3)
+
+
+@pytest.fixture
+def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons go on at every batch."""
+    monkeypatch.setattr(first_steps, "SELDOM", 1)
+
+
+@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.usefixtures("every_batch")
+@pytest.mark.one_in(9)
+def test_honest_losses_are_not_refused(name: str) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model, data, loss_fn = HONEST[name]()
+        steps(engine := engine_of(model, data, batch_size=16), loss_fn, 10)
+        assert engine.steps_taken == 10
+
+
+@pytest.mark.usefixtures("every_batch")
+@pytest.mark.parametrize("loss_fn", [weights_over_their_sum, above_the_median, over_their_number])
+def test_a_term_that_starts_later_is_refused(loss_fn: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    engine = engine_of(network(), rows())
+    steps(engine, plain, 8)
+    with pytest.raises(VerificationError, match="examples that mix"):
+        steps(engine, loss_fn, 20)
+
+
+def test_later_batches_are_drawn_as_seldom_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = engine_of(network(), rows())._steps._self_check
+    batches = [runs.data() for _ in range(STEPS)]  # whatever can be referred to
+    assert [turns._is_due(batch) for batch in batches] == [True] * STEPS
+    count = 100_000
+    drawn = sum(turns._is_due(step) for step in range(count))
+    expected = count / first_steps.SELDOM
+    assert abs(drawn - expected) < 6 * expected**0.5
+    random.seed(0)
+    state = random.getstate()
+    first = [turns._is_due(0) for _ in range(5000)]
+    random.setstate(state)
+    assert first != [turns._is_due(0) for _ in range(5000)]  # by no seed of the user's
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
+    with caplog.at_level(logging.INFO, "ghostclip"):
+        yield lambda: "\n".join(caplog.messages)
+
+
+def test_how_often_the_loss_function_is_called(monkeypatch: pytest.MonkeyPatch, log: Callable[[], str]) -> None:
+    monkeypatch.setattr(first_steps, "SELDOM", 10**9)
+    engine = runs.engine_for(runs.network(), batch_size=24, max_physical_batch_size=12)
+    calls: list[int] = []
+
+    def counted(model: nn.Module, examples: list[Tensor]) -> Tensor:
+        calls.append(len(examples[0]))
+        return own(model, examples)
+
+    for step in range(8):
+        calls.clear()
+        steps(engine, counted, step + 1)
+        assert calls == [*([12, 6, 6, 12] if step < STEPS else []), 12, 12]
+    monkeypatch.setattr(first_steps, "SELDOM", 1)
+    calls.clear()
+    steps(engine, counted, 9)
+    assert calls == [12, 6, 6, 12, 12] * 2
+    assert log().count("loads at most 32 examples again and calls the loss function a few times more") == 1
+
+
+def count(module: nn.Module, *_: Any) -> None:
+    module.seen += 1
+
+
+def test_users_rows_may_depend_on_each_other_and_on_no_other_users() -> None:
+    users = [row // 3 for row in range(24)]
+    data = TensorDataset(torch.randn(24, 5), torch.arange(24) % 3)
+
+    def among_own(model: nn.Module, batch: Any) -> Tensor:
+        losses = own(model, batch).view(-1, 3)
+        return (losses * losses.detach().softmax(1)).flatten()
+
+    options = {"unit_ids": users, "batch_size": 4, "max_physical_batch_size": None}
+    engine = engine_of(runs.network(), data, **options)
+    steps(engine, among_own)
+    assert refused(engine_of(runs.network(), data, **options), weights_over_their_sum)
+
+
+def for_large_batches(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
+    if len(batch[0]) < 12:
+        raise RuntimeError("too few")
+    return loss_fn(model, batch)
+
+
+def test_a_loss_function_that_fails_on_small_batches_is_none_that_mixes(log: Callable[[], str]) -> None:
+    torch.manual_seed(0)
+    steps(engine_of(network(), rows(), sampling="without_replacement"), partial(for_large_batches, own), 4)
+    assert log().count("RuntimeError: too few") == 1
+
+
+def test_a_loss_function_that_fails_on_small_batches_is_tried_by_exchanging_rows() -> None:
+    torch.manual_seed(0)
+    engine = engine_of(network(), rows(), sampling="without_replacement")
+    assert refused(engine, partial(for_large_batches, weights_over_their_sum))

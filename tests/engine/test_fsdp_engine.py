@@ -1,0 +1,280 @@
+"""The engine on models under FSDP2: the steps of one process, noise drawn once for each shard, and checkpoints."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import private_runs as runs
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import REPEATABLE, assert_like_one, examples, on_ranks
+from scipy import stats
+from sharded import QUIET, grads, settled, sharded, weights
+from torch import Tensor, nn
+
+from ghostclip import GhostClipError
+from ghostclip.clipping import Adaptive, ByLayer, Composed, Fixed, PerLayer, ProportionalNoise
+
+pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"noise_multiplier": 1.0},
+    "physical": {"max_physical_batch_size": 2, "noise_multiplier": 1.0},
+    "few": {"batch_size": 2, "max_physical_batch_size": 1},
+    "layers": {"clipping": PerLayer(0.3), "max_physical_batch_size": 3},
+    "users": {"unit_ids": [row // 3 for row in range(24)], "batch_size": 3},
+    "memory": {"max_physical_batch_size": "auto", "memory_limit": 1 << 40},
+}
+
+
+def trained(hybrid: bool = False, **options: Any) -> dict[str, Any]:
+    """Four steps or more of Adam, with a forward between them: weights after each, epsilon, what the policy came to."""
+    model = sharded(runs.network(torch.float64), hybrid)
+    engine = runs.engine_for(model, torch.optim.Adam(model.parameters(), 0.1), examples(), **{**REPEATABLE, **options})
+    found: dict[str, Any] = {"weights": [], "sizes": []}
+    while len(found["weights"]) < 4:
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+            runs.losses_of(model, [each[:3] for each in examples().tensors])
+            found["weights"].append(weights(model))
+            found["sizes"].append(sum(batch.sizes))
+    found["max_norm"] = engine.clipping.sensitivity
+    return found | {"epsilon": engine.epsilon(), "events": engine.events}
+
+
+def all_trained(names: list[str], hybrid: bool = False) -> list[dict[str, Any]]:
+    return [trained(hybrid, **OPTIONS[name]) for name in names]
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
+    found = on_ranks(partial(all_trained, list(OPTIONS)), tmp_path)
+    for name, *ranks in zip(OPTIONS, *found, strict=True):
+        one = trained(**OPTIONS[name])
+        assert_like_one(ranks, one)
+        assert all(rank["events"] == one["events"] for rank in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_four_ranks_take_the_steps_of_one(hybrid: bool, tmp_path: Path) -> None:
+    names = ["plain", "few"]
+    for name, *ranks in zip(names, *on_ranks(partial(all_trained, names, hybrid), tmp_path, 4), strict=True):
+        assert_like_one(ranks, trained(**OPTIONS[name]))
+
+
+def allocated() -> dict[str, Any]:
+    """Noise of another standard deviation in each layer."""
+    noise = ProportionalNoise({"0": 1.0, "2": 4.0})
+    return trained(clipping=Composed(ByLayer(), Fixed({"0": 0.3, "2": 0.5}), noise=noise), noise_multiplier=1.0)
+
+
+@pytest.mark.slow
+def test_noise_is_allocated_to_layers(tmp_path: Path) -> None:
+    assert_like_one(on_ranks(allocated, tmp_path), allocated())
+
+
+def adaptive() -> dict[str, Any]:
+    return trained(clipping=Adaptive(0.3, count_noise=2.0), noise_multiplier=1.0, max_physical_batch_size=3)
+
+
+@pytest.mark.slow
+def test_adaptive_norms_follow_the_examples_of_all_ranks(tmp_path: Path) -> None:
+    found, one = on_ranks(adaptive, tmp_path), adaptive()
+    assert_like_one(found, one)
+    assert found[0]["max_norm"] == found[1]["max_norm"] == pytest.approx(one["max_norm"], rel=1e-12) != 0.3
+
+
+STD, ROWS = 2.0 * 0.3 / 8, 600
+
+
+def noise_of(hybrid: bool, mode: str) -> tuple[Tensor, Tensor]:
+    """The private gradients of one step on a wide layer, in float32: this rank's shard, and all of it."""
+    torch.manual_seed(3)
+    model = sharded(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, ROWS)), hybrid)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = runs.engine_for(model, optimizer, noise_multiplier=2.0, clipping=0.3, noise=mode)
+    batch = next(iter(engine.batches()))
+    for rows in batch.physical():
+        engine.backward(model(rows[0]).sum(1) * 0)  # so that noise is all there is
+    optimizer.step()
+    assert engine.noise_std(settled(model)[1].weight) == pytest.approx(STD)  # type: ignore[index]
+    return model[1].weight.grad.to_local().flatten().clone(), grads(model)["1.weight"].flatten()  # type: ignore
+
+
+def assert_noise(of: Tensor) -> None:
+    """Standard deviation by chi squared, and shape, each at a level of 1e-6."""
+    count = of.numel()
+    low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], count)
+    assert low < float((of / STD).square().sum()) < high
+    assert stats.kstest((of / STD).numpy(), "norm").pvalue > 1e-6
+
+
+@pytest.mark.parametrize("mode", ["standard", "hardened"])
+def test_each_shard_gets_noise_of_its_own_once(mode: str, tmp_path: Path) -> None:
+    (first, whole), (second, same) = on_ranks(partial(noise_of, False, mode), tmp_path)
+    assert torch.equal(whole, same)
+    assert torch.equal(whole, torch.cat([first, second]))
+    for part in (first, second):
+        assert_noise(part)
+    correlation = float(first @ second) / float(first.norm() * second.norm())
+    assert abs(correlation) < 5 / len(first) ** 0.5
+
+
+def test_two_replicas_of_one_shard_share_its_noise(tmp_path: Path) -> None:
+    (first, whole), (second, same) = on_ranks(partial(noise_of, True, "standard"), tmp_path)
+    assert torch.equal(first, second)
+    assert torch.equal(whole, same)
+    assert_noise(first)
+
+
+@pytest.mark.slow
+def test_replicas_share_the_noise_of_their_shards(tmp_path: Path) -> None:
+    found = on_ranks(partial(noise_of, True, "standard"), tmp_path, 4)
+    shards = [shard for shard, _ in found]
+    assert torch.equal(shards[0], shards[2])
+    assert torch.equal(shards[1], shards[3])
+    assert_noise(torch.cat(shards[:2]))
+    assert all(torch.equal(whole, found[0][1]) for _, whole in found)
+    correlation = float(shards[0] @ shards[1]) / float(shards[0].norm() * shards[1].norm())
+    assert abs(correlation) < 5 / len(shards[0]) ** 0.5
+
+
+def continued(path: Path, restore: bool, steps: int, save: bool) -> tuple[Tensor, int]:
+    """Weights after so many steps, after a checkpoint or before one; forwards in between leave the root whole."""
+    model = sharded(runs.network(torch.float64))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    engine = runs.engine_for(model, optimizer, examples(), **REPEATABLE, noise_multiplier=1.0)
+    runs.losses_of(model, list(examples().tensors))
+    if restore:
+        engine.restore(path)
+    while steps:
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+            runs.losses_of(model, list(examples().tensors))
+            steps -= 1
+            if not steps:
+                break
+    if save:
+        engine.save(path)
+    return weights(model), engine.steps_taken
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 0), (0, 2), (1, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.one_in(3)
+def test_a_run_goes_on_with_another_number_of_ranks(first: int, second: int, tmp_path: Path) -> None:
+    """0 stands for a process alone whose model isn't sharded."""
+    place, ranks = tmp_path / "runs", tmp_path / "ranks"
+    ranks.mkdir()
+
+    def on(size: int, *args: Any) -> list[Any]:
+        work = partial(continued, place, *args)
+        return on_ranks(work, ranks, size) if size else [work()]
+
+    on(first, False, 2, True)
+    expected, _ = continued(place, False, 4, False)
+    for found, steps in on(second, True, 2, False):
+        assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
+        assert steps == 4
+
+
+def outcome(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except GhostClipError as error:
+        return f"{type(error).__name__}: {error}"
+    except ValueError as error:
+        return f"ValueError: {error}"
+    return "nothing"
+
+
+def moved_on_one(model: Any, engine: Any) -> None:
+    batches = iter(engine.batches())
+    engine.step(next(batches), runs.losses_of)
+    if dist.get_rank():
+        with torch.no_grad():
+            settled(model)[0].bias.to_local().add_(1.0)
+    next(batches)
+
+
+def leaked(model: Any, engine: Any) -> None:
+    batch = next(iter(engine.batches()))
+    runs.losses_of(model, [each[:3] for each in examples().tensors]).mean().backward()
+    runs.gather(engine, batch)
+
+
+def saved_within(model: Any, engine: Any) -> None:
+    next(iter(engine.batches()))
+    engine.save("nowhere")
+
+
+def written_within(model: Any, engine: Any) -> None:
+    batch = next(iter(engine.batches()))
+    for rows in batch.physical():
+        engine.backward(runs.losses_of(model, rows))
+    with torch.no_grad():
+        model[0].weight.mul_(2.0)
+    engine.optimizer.step()
+
+
+def written_in_forward(model: Any, engine: Any) -> None:
+    def write(module: nn.Module, *_: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(2.0)
+
+    model[0].register_forward_pre_hook(write)
+    runs.gather(engine, next(iter(engine.batches())))
+
+
+def failed_on_one(model: Any, engine: Any) -> None:
+    def losses_of(model: nn.Module, rows: list[Tensor]) -> Tensor:
+        losses = runs.losses_of(model, rows)
+        return losses[1:] if dist.get_rank() else losses
+
+    engine.step(next(iter(engine.batches())), losses_of)
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
+    "moved": (moved_on_one, ["PrivacyError: nothing was released, because rank 1", "PrivacyError: the parameter '0.b"]),
+    "leaked": (leaked, ["GradientLeakError: the gradient of '0.weight' was filled or changed by"] * 2),
+    "save": (saved_within, ["PrivacyError: engine.save() was called inside of a logical batch, in which"] * 2),
+    "written": (written_within, ["PrivacyError: the parameter '0.weight' was changed outside of this"] * 2),
+    "written whole": (written_in_forward, ["PrivacyError: the parameter '0.weight' was changed outside of this"] * 2),
+    "failed": (failed_on_one, ["PrivacyError: nothing was released, because rank 1 failed", "LossShapeError"]),
+    "trace": (lambda _, engine: engine.trace("nowhere"), ["ValueError: trace()"] * 2),
+    "compile": (lambda _, engine: engine.compile(), ["ValueError"] * 2),
+}
+
+
+def said(name: str) -> tuple[str, bool]:
+    """What a mistake raised, and whether the weights are as they were after it."""
+    model = sharded(runs.network(torch.float64))
+    engine = runs.engine_for(model, None, examples(), sampling="without_replacement")
+    before = weights(model)
+    found = outcome(lambda: REFUSED[name][0](model, engine))
+    return found, torch.equal(weights(model), before)
+
+
+def all_said() -> list[tuple[str, bool]]:
+    return [said(name) for name in REFUSED]
+
+
+def test_mistakes_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    found = on_ranks(all_said, tmp_path)
+    for (name, (_, messages)), *ranks in zip(REFUSED.items(), *found, strict=True):
+        for message, (text, same) in zip(messages, ranks, strict=True):
+            assert text.startswith(message), f"{name}: {text}"
+            assert same or name in ("moved", "written")  # where the mistake itself moved them
+
+
+def other_ranks_in_the_group() -> str:
+    model = sharded(runs.network(torch.float64))
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    return outcome(lambda: runs.engine_for(model, process_group=alone))
+
+
+def test_a_group_of_other_processes_is_refused(tmp_path: Path) -> None:
+    for text in on_ranks(other_ranks_in_the_group, tmp_path):
+        assert text.startswith("PrivacyError: the process group isn't that of the mesh")

@@ -1,0 +1,479 @@
+"""Several processes train one model: the update is that of one process, with one draw of noise and one charge."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import private_runs as runs
+import pytest
+import torch
+import torch.distributed as dist
+from ledgers import spent
+from ranks import REPEATABLE, assert_like_one, examples, on_ranks
+from scipy import stats
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import ghostclip
+from ghostclip import BudgetExceededError, GhostClipError, PrivacyError, accounting
+from ghostclip.clipping import Adaptive, PerLayer
+from ghostclip.noise import noise_source
+from ghostclip.noise.hardened import Lattice
+from ghostclip.sampling import LogicalBatches
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def trained(wrapped: bool = False, losses_of: Any = runs.losses_of, **options: Any) -> dict[str, Any]:
+    """A few steps, on all ranks that there are: weights after each, epsilon, what the policy came to."""
+    model: nn.Module = runs.network(torch.float64)
+    if dist.is_initialized() and dist.get_rank():
+        # Ranks that begin apart, to be brought together.
+        nn.init.normal_(model[0].weight)
+    model = DistributedDataParallel(model) if wrapped else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    engine = runs.engine_for(model, optimizer, options.pop("data", examples()), **{**REPEATABLE, **options})
+    found: dict[str, Any] = {"weights": [], "sizes": []}
+    while len(found["weights"]) < 4:
+        for batch in engine.batches():
+            engine.step(batch, losses_of)
+            found["weights"].append(runs.weights(model))
+            found["sizes"].append(sum(batch.sizes))
+    found["max_norm"] = engine.clipping.sensitivity
+    return found | {"epsilon": engine.epsilon(), "events": engine.events, "draws": engine._steps.release._noise.draws}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "wrapped": {"wrapped": True},
+    "wrapped, physical": {"wrapped": True, "max_physical_batch_size": 2},
+    "physical": {"max_physical_batch_size": 2},
+    "cached": {"second_pass": "cached", "wrapped": True},
+    "layers": {"clipping": PerLayer(0.3), "wrapped": True, "max_physical_batch_size": 3},
+    "fixed size": {"sampling": "without_replacement", "neighboring": "replace_one"},
+    "users": {"unit_ids": [row // 3 for row in range(24)], "batch_size": 3},
+    "noise": {"noise_multiplier": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.one_in(4)
+def test_two_ranks_take_the_steps_of_one(name: str, tmp_path: Path) -> None:
+    found = on_ranks(partial(trained, **OPTIONS[name]), tmp_path)
+    assert_like_one(found, trained(**{**OPTIONS[name], "wrapped": False}))
+
+
+@pytest.mark.parametrize("sigma", [0.0, 1.0])
+def test_adaptive_norms_follow_the_examples_of_all_ranks(sigma: float, tmp_path: Path) -> None:
+    options = {"clipping": Adaptive(0.3, count_noise=2.0), "noise_multiplier": sigma, "max_physical_batch_size": 3}
+    found, one = on_ranks(partial(trained, **options), tmp_path), trained(**options)
+    assert_like_one(found, one)
+    assert found[0]["max_norm"] == found[1]["max_norm"] == pytest.approx(one["max_norm"], rel=1e-12) != 0.3
+
+
+def test_an_example_that_is_not_finite_adds_nothing(tmp_path: Path) -> None:
+    data = examples()
+    data.tensors[0][::5] = torch.inf
+    assert_like_one(on_ranks(partial(trained, data=data, wrapped=True), tmp_path), trained(data=data))
+
+
+def looped() -> dict[str, Any]:
+    """`trained` by a loop that is spelled out, with nothing left on a rank in some batches."""
+    model: nn.Module = runs.network(torch.float64)
+    model = DistributedDataParallel(model) if dist.is_initialized() else model
+    optimizer = torch.optim.Adam(model.parameters())
+    engine = runs.engine_for(model, optimizer, examples(), batch_size=2, max_physical_batch_size=1, **REPEATABLE)
+    found: dict[str, Any] = {"weights": [], "sizes": []}
+    for batch in engine.batches():
+        runs.gather(engine, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        found["weights"].append(runs.weights(model))
+        found["sizes"].append(sum(batch.sizes))
+    return found
+
+
+def test_a_loop_that_is_spelled_out(tmp_path: Path) -> None:
+    found = on_ranks(looped, tmp_path)
+    assert_like_one(found, looped())
+    assert any(0 in sizes for sizes in zip(*[rank["sizes"] for rank in found], strict=True))
+
+
+# A probability of failing by chance of 1e-9, shared among so many figures.
+FIGURES = 200
+MOST = float(stats.norm.isf(1e-9 / FIGURES / 2))
+WIDTH, ROWS, SIGMA, BOUND, BATCH = 100, 40, 1.5, 0.25, 10
+
+
+def releases(mode: str, steps: int) -> dict[str, Any]:
+    """What ``steps`` released in private noise, at weights that never change, and which rows each rank had."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
+    data = TensorDataset(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)), torch.arange(ROWS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = runs.engine_for(
+        model, optimizer, data, batch_size=BATCH, noise_multiplier=SIGMA, clipping=BOUND, noise=mode, self_check=False
+    )
+    found: dict[str, Any] = {"grads": [], "rows": [], "data": data, "model": model}
+    runs.on_step(optimizer, lambda: found["grads"].append(runs.grads(model)))
+    while len(found["grads"]) < steps:
+        for batch in engine.batches():
+            found["rows"].append([])
+            for rows in batch.physical():
+                found["rows"][-1] += rows[1].tolist()
+                engine.backward(sizes(model, rows))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found | {"draws": engine._steps.release._noise.draws}
+
+
+def sizes(model: nn.Module, rows: list[Tensor]) -> Tensor:
+    return model(rows[0]).square().sum(1)
+
+
+def clipped_by_loop(model: nn.Module, data: TensorDataset, rows: list[int]) -> Tensor:
+    total = torch.zeros(2 * WIDTH * WIDTH)
+    for row in rows:
+        gradients = torch.autograd.grad(sizes(model, list(data[[row]])).sum(), list(model.parameters()))
+        whole = torch.cat([gradient.flatten() for gradient in gradients])
+        total += whole * min(1.0, BOUND / float(whole.norm()))
+    return total
+
+
+@pytest.mark.parametrize("mode", ["standard", "hardened"])
+def test_noise_is_drawn_once_a_step_and_is_the_same_on_all_ranks(mode: str, tmp_path: Path) -> None:
+    steps = 12
+    first, second = on_ranks(partial(releases, mode, steps), tmp_path)
+    assert (first["draws"], second["draws"]) == (len(first["grads"]), 0)
+    noise = []
+    for step, (released, rows) in enumerate(zip(first["grads"], first["rows"], strict=True)):
+        together = rows + second["rows"][step]
+        assert len(set(together)) == len(together)
+        assert torch.equal(released, second["grads"][step])
+        # Where one process would release them, too.
+        places = released.double() / Lattice(SIGMA * BOUND, BATCH).step
+        assert torch.equal(places, places.round()) == (mode == "hardened")
+        total = clipped_by_loop(first["model"], first["data"], together)
+        noise.append((released * BATCH - total).double() / (SIGMA * BOUND))
+    drawn = torch.stack(noise)
+    count = drawn.numel()
+    assert abs(float(drawn.square().sum()) - count) < MOST * (2 * count) ** 0.5
+    assert abs(float(drawn.sum())) < MOST * count**0.5
+    # Each layer of each step is a row; no two of them have anything in common.
+    layers = drawn.reshape(2 * len(noise), -1)
+    common = (layers @ layers.T).fill_diagonal_(0.0)
+    assert float(common.abs().max()) < MOST * layers.shape[1] ** 0.5
+
+
+def test_samples_are_shared_out_whole_and_without_overlap() -> None:
+    data, key = TensorDataset(torch.arange(ROWS)), b"k" * 32
+    generator = partial(noise_source("standard").generator, key)
+    made = [LogicalBatches(data, batch_size=8, generator=generator, share=(rank, 3)) for rank in range(3)]
+    whole = LogicalBatches(data, batch_size=8, generator=generator)
+    for one, *shares in zip(whole, *made, strict=True):
+        rows, *parts = [[row for part in batch.physical() for row in part[0].tolist()] for batch in (one, *shares)]
+        assert sorted(row for part in parts for row in part) == rows
+        assert len({batch.digest for batch in shares}) == 1
+
+
+def charged(path: Path) -> dict[str, Any]:
+    """Three steps on a ledger that another run has spent on, and a refused one."""
+    model = runs.network()
+    engine = runs.engine_for(
+        model, None, ledger=path, noise_multiplier=1.0, clipping=1.0, max_epsilon=EPSILON, target_delta=1e-5
+    )
+    found: dict[str, Any] = {"ledger": engine.ledger, "refused": None}
+    try:
+        while True:
+            for batch in engine.batches():
+                engine.step(batch, runs.losses_of)
+    except BudgetExceededError as error:
+        found["refused"] = str(error)
+    found |= {"events": engine.events, "epsilon": engine.epsilon(), "steps": engine.steps_taken}
+    found["forecast"] = engine.forecast(2)
+    engine.detach()
+    return found
+
+
+EPSILON = accounting.epsilon(noise_multiplier=1.0, sample_rate=8 / 24, steps=6, delta=1e-5) * 1.0001
+
+
+@pytest.mark.one_in(math.inf)
+def test_one_rank_charges_and_all_know(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    before = runs.engine_for(runs.network(), None, ledger=path, noise_multiplier=1.0, clipping=1.0)
+    for batch in before.batches():
+        before.step(batch, runs.losses_of)
+    before.detach()
+    lead, other = on_ranks(partial(charged, path), tmp_path)
+    assert lead["steps"] == other["steps"] == 3
+    assert spent(path) == 6
+    assert (lead["ledger"].path, other["ledger"]) == (path, None)
+    for name in ("events", "epsilon", "forecast"):
+        assert lead[name] == other[name]
+    assert lead["epsilon"] == pytest.approx(EPSILON, rel=1e-3)
+    assert other["refused"] == lead["refused"] + " (on rank 0, which leads)"
+
+
+def interrupted() -> dict[str, Any]:
+    """Steps of which the second fails on rank 1, in its loss function."""
+    engine = runs.engine_for(runs.network(), None, noise_multiplier=1.0, clipping=1.0)
+    found: dict[str, Any] = {"failure": "", "weights": []}
+
+    def losses_of(model: nn.Module, rows: list[Tensor]) -> Tensor:
+        if dist.get_rank() == 1 and number == 1:
+            raise RuntimeError("a spoilt file")
+        return runs.losses_of(model, rows)
+
+    for number, batch in enumerate(engine.batches()):  # noqa: B007 - read above
+        try:
+            engine.step(batch, losses_of)
+        except Exception as error:
+            found["failure"] = f"{type(error).__name__}: {error}"
+        found["weights"].append(runs.weights(engine.model))
+    return found | {"steps": engine.steps_taken}
+
+
+def test_a_failure_on_one_rank_ends_the_step_on_all_and_training_goes_on(tmp_path: Path) -> None:
+    lead, other = on_ranks(interrupted, tmp_path)
+    assert other["failure"] == "RuntimeError: a spoilt file"
+    assert "nothing was released, because rank 1 failed: RuntimeError: a spoilt file" in lead["failure"]
+    assert lead["steps"] == other["steps"] == 2
+    for one, two in zip(lead["weights"], other["weights"], strict=True):
+        assert torch.equal(one, two)
+    assert torch.equal(lead["weights"][0], lead["weights"][1])
+
+
+def refused(work: Callable[[], Any]) -> str:
+    """What ``work`` is refused with on this rank; it must be."""
+    try:
+        work()
+    except (GhostClipError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("not refused")
+
+
+def out_of_turn() -> None:
+    engine = runs.engine_for(runs.network(), None)
+    batches = iter(engine.batches())
+    for _ in range(dist.get_rank()):
+        next(batches)
+        runs.leave(engine)
+    engine.step(next(batches), runs.losses_of)
+
+
+def without_a_step() -> None:
+    """One rank forgets its step, as one without examples does where steps are taken between physical batches."""
+    engine = runs.engine_for(runs.network(), None)
+    for batch in engine.batches():
+        if dist.get_rank() == 0:
+            engine.step(batch, runs.losses_of)
+
+
+def discarded_by_one() -> None:
+    engine = runs.engine_for(runs.network(), None)
+    batch = next(iter(engine.batches()))
+    if dist.get_rank() == 0:
+        engine.step(batch, runs.losses_of)
+    batch.discard()
+
+
+def moved_on_one() -> None:
+    engine = runs.engine_for(model := runs.network(), None)
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+        if dist.get_rank() == 1:
+            torch.nn.init.zeros_(model[0].bias)
+
+
+def built(of_rank: Callable[[int], dict[str, Any]], model: Callable[[], nn.Module] = runs.network) -> None:
+    runs.engine_for(model(), None, **of_rank(dist.get_rank()))
+
+
+def wrapped_later() -> None:
+    model = runs.network()
+    engine, wrapper = runs.engine_for(model, None), DistributedDataParallel(model)
+    for batch in engine.batches():
+        engine.step(batch, lambda _, rows: runs.losses_of(wrapper, rows))
+
+
+def sharded() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = runs.network()
+    fully_shard(model[2], mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "turn": (out_of_turn, "PrivacyError: the ranks must agree on the sample"),
+    "forgotten": (without_a_step, "the logical batch before this one had no step"),
+    "discarded": (discarded_by_one, "the ranks must agree on whether the batch is discarded"),
+    "moved": (moved_on_one, "the parameter '0.bias' was changed outside of this engine's charged steps"),
+    "noise": (partial(built, lambda rank: {"noise_multiplier": rank + 1.0}), "must agree on noise_multiplier when eng"),
+    "rows": (partial(built, lambda rank: {"dataset": runs.data(24 + rank)}), "must agree on sampling when engines"),
+    "users": (partial(built, lambda rank: {"unit_ids": [rank, *range(23)]}), "must agree on unit_ids when"),
+    "policy": (partial(built, lambda rank: {"clipping": Adaptive(rank + 0.5)}), "must agree on the state of clipping"),
+    "model": (
+        partial(built, lambda _: {}, lambda: nn.Linear(5, 3 + dist.get_rank())),
+        "must agree on weight when",
+    ),
+    "compile": (
+        lambda: runs.engine_for(runs.network(), None).compile(),
+        "compile() isn't there for several",
+    ),
+    "later": (wrapped_later, "the model was called inside of a DistributedDataParallel that averages its gradients"),
+    "sharded": (partial(built, lambda _: {}, sharded), "is a DTensor, of which each process holds a part"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_ranks_must_not_do_is_refused_on_all(name: str, tmp_path: Path) -> None:
+    work, message = REFUSED[name]
+    for said in on_ranks(partial(refused, work), tmp_path):
+        assert message in said
+
+
+def test_processes_that_join_later_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = runs.engine_for(runs.network(), None)
+    batch = next(batch for batch in engine.batches())
+    runs.gather(engine, batch)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(PrivacyError, match="processes were joined after this PrivacyEngine was built"):
+        engine.optimizer.step()
+
+
+def test_a_sampler_that_shares_out_is_told_who_does() -> None:
+    data = runs.data()
+    loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+    with pytest.raises(PrivacyError, match="the engine shares every logical batch out among them itself"):
+        runs.engine_for(runs.network(), None, loader)
+
+
+def apart() -> int:
+    """Each process by itself: rank 0 takes two steps, and rank 1 one."""
+    own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    engine = runs.engine_for(runs.network(), None, process_group=own)
+    for _, batch in zip(range(2 - dist.get_rank()), engine.batches(), strict=False):
+        engine.step(batch, runs.losses_of)
+    return engine.steps_taken
+
+
+def test_processes_that_do_not_train_together_have_groups_of_their_own(tmp_path: Path) -> None:
+    assert on_ranks(apart, tmp_path) == [2, 1]
+
+
+def resumed(path: Path, restore: bool, steps: int) -> dict[str, Any]:
+    """Steps with dropout and repeatable noise, from a checkpoint or up to one."""
+    model = runs.network(torch.float64)
+    model.insert(2, nn.Dropout(0.2))
+    torch.manual_seed(dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options = {"noise": "test", "seed": 5, "noise_multiplier": 1.0, "clipping": Adaptive(0.5), "batch_size": 4}
+    engine = runs.engine_for(model, optimizer, examples(), **options)
+    place = engine.restore(path) if restore else None
+    taken = 0
+    while taken < steps:
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+            taken += 1
+            if taken == 4 and not restore:
+                engine.save(path)
+            if taken == steps:
+                break
+    return {"weights": runs.weights(model), "steps": engine.steps_taken, "place": place, "events": engine.events}
+
+
+def test_a_run_of_two_ranks_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    whole = on_ranks(partial(resumed, path, False, 9), tmp_path)
+    again = on_ranks(partial(resumed, path, True, 5), tmp_path)
+    for rank in again:
+        assert torch.equal(rank["weights"], whole[0]["weights"])
+        assert (rank["steps"], rank["place"].steps, rank["events"]) == (9, 4, whole[0]["events"])
+
+
+def short_of_memory() -> dict[str, Any]:
+    """`trained`, where rank 1 has memory for two examples at a time."""
+
+    def losses_of(model: nn.Module, rows: list[Tensor]) -> Tensor:
+        if dist.is_initialized() and dist.get_rank() == 1 and len(rows[0]) > 2:
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        return runs.losses_of(model, rows)
+
+    return trained(losses_of=losses_of)
+
+
+def test_a_rank_that_runs_out_of_memory_divides_its_share(tmp_path: Path) -> None:
+    assert_like_one(on_ranks(short_of_memory, tmp_path), trained())
+
+
+SCRIPT = """
+import sys, torch, ghostclip
+from torch import distributed, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+data = torch.utils.data.TensorDataset(torch.arange(200.0).view(100, 2) / 100, torch.arange(100) % 3)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)))
+optimizer = torch.optim.Adam(model.parameters())
+engine = ghostclip.PrivacyEngine(model, optimizer, data, batch_size=10, noise_multiplier=1.0, ledger=sys.argv[1])
+for batch in engine.batches():
+    engine.step(batch, lambda model, rows: F.cross_entropy(model(rows[0]), rows[1], reduction="none"))
+numbers = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+with open(f"{sys.argv[1]}.{rank}", "w") as file:
+    file.write(f"{engine.epsilon()} {numbers.tolist()}")
+engine.detach()
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ledger = tmp_path / "run.ledger"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run([*launcher, str(tmp_path / "train.py"), str(ledger)], check=True, timeout=120, cwd=ROOT)
+    first, second = ((tmp_path / f"run.ledger.{rank}").read_text() for rank in range(2))
+    assert first == second
+    expected = accounting.epsilon(noise_multiplier=1.0, sample_rate=0.1, steps=10, delta=1e-5)
+    assert float(first.split()[0]) == pytest.approx(expected)
+    assert spent(ledger) == 10
+
+
+def clipped_alone(second_pass: str, policy: Any, budget: int | None) -> list[list[Tensor]]:
+    """p.grad after two batches by a `GhostClipper` without an engine, each rank with its own rows."""
+    model: nn.Module = runs.network(torch.float64)
+    options: dict[str, Any] = {"second_pass": second_pass, "memory_budget": budget}
+    rows, rank, ranks = examples(8).tensors, 0, 1
+    if dist.is_initialized():
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        model = DistributedDataParallel(model)
+    clipper = ghostclip.GhostClipper(model, policy, **options)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        clipper.backward(runs.losses_of(model, [each[rank::ranks] for each in rows]))
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@pytest.mark.parametrize("budget", [None, 1])
+@pytest.mark.parametrize("policy", [0.3, PerLayer(0.3)], ids=["flat", "layers"])
+def test_a_clipper_alone_under_distributed_data_parallel(second_pass, policy, budget, tmp_path: Path) -> None:
+    """DistributedDataParallel averages what autograd delivers, which is the clipped sum of each rank."""
+    expected = [[sums / 2 for sums in batch] for batch in clipped_alone(second_pass, policy, budget)]
+    for found in on_ranks(partial(clipped_alone, second_pass, policy, budget), tmp_path):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

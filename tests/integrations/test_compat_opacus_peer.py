@@ -1,0 +1,179 @@
+"""Opacus itself beside `ghostclip.compat.opacus`: gradients, epsilon, sampling rates, checkpoints."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opacus_programs import MAX_NORM, MODELS, mean_loss, private, summed_loss, train
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ghostclip.compat.opacus import PrivacyEngine, RDPAccountant, from_opacus, layers
+
+opacus = pytest.importorskip("opacus")
+pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook")
+
+
+def theirs(step: Any, name: str, reduction: str, loss: Callable[..., Tensor]) -> list[Tensor]:
+    """The gradient that Opacus's optimizer steps with, of one batch, under torch's names and in their order."""
+    import opacus.layers
+
+    build, _, collate = MODELS[name]
+    (batch,), ours = step.batches, step.model
+    model = build(opacus.layers).double()
+    with torch.no_grad():
+        own = {**model.state_dict(), **ours.state_dict()}
+        model.load_state_dict({key: value for key, value in own.items() if ".l" not in key}, strict=False)
+    engine = opacus.PrivacyEngine()
+    model, optimizer, _ = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), noise_multiplier=0.0,
+        max_grad_norm=MAX_NORM, data_loader=DataLoader([0], collate_fn=collate), poisson_sampling=False,
+        loss_reduction=reduction,
+    )  # fmt: skip
+    optimizer.expected_batch_size = 8
+    loss(model, batch).backward()
+    optimizer.step()
+    found = from_opacus({key: parameter.grad for key, parameter in model.named_parameters()})
+    return [found[key] for key, _ in ours.named_parameters()]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Within 1e-5 of the largest entry: Opacus divides by the norm plus 1e-6. Batches are drawn from a seed."""
+    scale = max(float(each.abs().max()) for each in expected)
+    assert max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)) < 1e-5 * scale
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction"), [("images", "mean"), ("images", "sum"), ("characters", "mean"), ("words", "mean")]
+)
+def test_clipped_gradients_are_opacus_s(name: str, reduction: str) -> None:
+    loss = mean_loss if reduction == "mean" else summed_loss
+    options = {"loss_reduction": reduction, "noise_generator": torch.Generator().manual_seed(1)}
+    model, optimizer, loader = private(PrivacyEngine(), name, layers, **options)
+    for step in train(loader, model, optimizer, loss):
+        assert_close(step.grads, theirs(step, name, reduction, loss))
+
+
+def test_a_sum_over_two_forwards_is_clipped_as_opacus_s() -> None:
+    def gan(model: nn.Module, batch: Any) -> Tensor:
+        return mean_loss(model, batch) + model(batch[0].flip(2)).square().mean()
+
+    generator = torch.Generator().manual_seed(1)
+    model, optimizer, loader = private(PrivacyEngine(), "images", layers, noise_generator=generator)
+    for step in train(loader, model, optimizer, gan):
+        assert_close(step.grads, theirs(step, "images", "mean", gan))
+
+
+SETTINGS = [
+    (1.0, 937, 9370, 1e-5),
+    (0.56, 391, 3910, 1e-5),
+    (1.0, 20, 2000, 8e-5),
+    (1.5, 16, 500, 1e-6),
+    (4.0, 1, 10, 1e-5),
+]
+
+
+@pytest.mark.parametrize(("noise", "length", "steps", "delta"), SETTINGS)
+def test_renyi_epsilon_is_opacus_s(noise: float, length: int, steps: int, delta: float) -> None:
+    from opacus.accountants import RDPAccountant as Theirs
+
+    ours, their = RDPAccountant(), Theirs()
+    their.history = [(noise, 1 / length, steps)]
+    ours.load_state_dict(their.state_dict())
+    assert ours.get_privacy_spent(delta=delta) == pytest.approx(their.get_privacy_spent(delta=delta), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_privacy_loss_distributions_stay_below_opacus_s_estimate_plus_its_error() -> None:
+    from opacus.accountants import PRVAccountant as Theirs
+
+    their = Theirs()
+    their.history = [(1.0, 0.02, 500)]
+    ours = PrivacyEngine().accountant
+    ours.load_state_dict(their.state_dict())
+    found, estimate = ours.get_epsilon(1e-5), their.get_epsilon(1e-5)
+    assert estimate - 0.03 < found <= estimate
+
+
+@pytest.mark.parametrize(
+    ("examples", "batch_size", "drop_last"), [(45, 8, False), (45, 8, True), (40, 40, False), (49, 1, False)]
+)
+def test_rates_lengths_and_denominators_are_opacus_s(examples: int, batch_size: int, drop_last: bool) -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(examples, 3))
+
+    def made(engine: Any) -> Any:
+        model = nn.Linear(3, 2)
+        loader = DataLoader(data, batch_size=batch_size, drop_last=drop_last)
+        return engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=loader,
+            noise_multiplier=1.0, max_grad_norm=1.0,
+        )  # fmt: skip
+
+    (_, own, ours), (_, its, theirs) = made(PrivacyEngine()), made(opacus.PrivacyEngine())
+    assert (len(ours), ours.sample_rate) == (len(theirs), theirs.sample_rate)
+    # Opacus divides by zero where 49 * (1 / 49) rounds below 1.
+    assert own.expected_batch_size == max(1, its.expected_batch_size)
+
+
+def test_a_run_s_epsilon_is_opacus_s() -> None:
+    engine = PrivacyEngine(accountant="rdp")
+    model, optimizer, loader = private(engine, "words", layers, examples=45, noise_multiplier=0.8)
+    list(train(loader, model, optimizer, mean_loss))
+    their = opacus.PrivacyEngine(accountant="rdp")
+    build, data, collate = MODELS["words"]
+    other = build(None)
+    other, its, batches = their.make_private(
+        module=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1), noise_multiplier=0.8, max_grad_norm=1.0,
+        data_loader=DataLoader(data(45), batch_size=8, collate_fn=collate),
+    )  # fmt: skip
+    for batch in batches:
+        its.zero_grad()
+        mean_loss(other, batch).backward()
+        its.step()
+    assert engine.accountant.history == their.accountant.history
+    assert engine.get_epsilon(1e-5) == pytest.approx(their.get_epsilon(1e-5), rel=1e-4)
+
+
+def test_a_checkpoint_of_opacus_is_continued(tmp_path: Path) -> None:
+    import opacus.layers as their_layers
+
+    their = opacus.PrivacyEngine(accountant="rdp")
+    model, optimizer, loader = private(their, "characters", their_layers, noise_multiplier=1.0)
+    list(_steps(model, optimizer, loader))
+    their.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    engine = PrivacyEngine(accountant="rdp")
+    own, its, batches = private(engine, "characters", layers, noise_multiplier=1.0)
+    engine.load_checkpoint(path=tmp_path / "run.pt", module=own, optimizer=its)
+    inputs = torch.randint(1, 20, (4, 5))
+    torch.testing.assert_close(own(inputs), model(inputs))
+    assert engine.accountant.history == their.accountant.history == [(1.0, 0.2, 5)]
+    list(train(batches, own, its, mean_loss))
+    assert engine.accountant.history == [(1.0, 0.2, 10)]
+
+
+def _steps(model: nn.Module, optimizer: Any, loader: Any) -> Iterator[None]:
+    for batch in loader:
+        optimizer.zero_grad()
+        mean_loss(model, copy.copy(batch)).backward()
+        yield optimizer.step()
+
+
+def test_the_comparison_says_where_gradients_and_epsilon_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    monkeypatch.setattr("os.getloadavg", lambda: (0.1, 0.0, 0.0))
+    from experiments.peers import opacus_examples as script
+
+    small = replace(script.EXAMPLES["imdb"], batch_size=8)
+    monkeypatch.setattr(script, "EXAMPLES", {"imdb": small})
+    assert script.main(["--seconds", "0.05", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "opacus_examples.md").read_text() == capsys.readouterr().out.removesuffix("\n")
+    found = {"gradients": 2e-5, "epsilon": {script.OURS: 1.0, script.THEIRS: 1.0}}
+    assert not script.agrees(found)
+    assert script.agrees({**found, "gradients": 0.0})
+    assert not script.agrees({"gradients": 0.0, "epsilon": {script.OURS: 1.001, script.THEIRS: 1.0}})

@@ -1,0 +1,155 @@
+"""Plots of traces, and the scripts behind the figures of docs/observation.md, whose tables are the results'."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import private_runs as runs
+import pytest
+from scripts import ROOT, script
+
+from ghostclip import clipping as c
+from ghostclip import traces
+from ghostclip.report import trace_plots
+
+matplotlib = pytest.importorskip("matplotlib")
+
+
+def trace_of(path: Path, clipping: Any, **changes: Any) -> dict[str, Any]:
+    engine = runs.engine_for(runs.network(), clipping=clipping, noise_multiplier=1.0, self_check=False, **changes)
+    engine.trace(path, every=2)
+    for _ in range(3):
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+    return traces.read(path)
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> dict[str, Any]:
+    return trace_of(tmp_path / "t.npz", c.Composed(c.ByLayer(), c.Quantiles(0.3)))
+
+
+@pytest.fixture
+def drawn(monkeypatch: Any) -> list[Any]:
+    """Figures that were drawn, instead of their bytes alone."""
+    figures: list[Any] = []
+    monkeypatch.setattr(trace_plots, "_png", lambda figure: figures.append(figure) or b"")
+    return figures
+
+
+def texts(figure: Any) -> str:
+    return " ".join(text.get_text() for text in figure.findobj(matplotlib.text.Text))
+
+
+@pytest.mark.slow
+def test_all_plots_are_written_as_png_files(tmp_path: Path, found: dict[str, Any]) -> None:
+    files = trace_plots.write(tmp_path / "t.npz", tmp_path / "deep" / "plots")
+    assert {file.name for file in files} == {
+        "median_norm.png", "fraction_clipped.png", "cosine.png", "snr.png", "norms.png", "thresholds.png",
+    }  # fmt: skip
+    for file in files:
+        pixels = matplotlib.image.imread(io.BytesIO(file.read_bytes()))
+        assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 20
+
+
+@pytest.mark.parametrize("value", ["median_norm", "fraction_clipped", "cosine", "snr"])
+def test_a_heatmap_has_a_row_for_each_group_and_says_what_it_is(value: str, found: Any, drawn: list[Any]) -> None:
+    trace_plots.heatmap(found, value)
+    axes = drawn[0].axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "2", "all"]
+    shown = axes.collections[0].get_array()
+    medians = [[np.median(each) if len(each) else np.nan for each in norms] for norms in found["norms"]]
+    expected = np.array(medians if value == "median_norm" else found[value]).T
+    np.testing.assert_allclose(np.ma.filled(shown.astype(float), np.nan), expected)
+    assert "not private" in texts(drawn[0])
+
+
+def test_an_unknown_value_or_group_is_refused(found: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="value must be one of 'median_norm'"):
+        trace_plots.heatmap(found, "norm")
+    with pytest.raises(ValueError, match=r"groups must be among \['0', '2', 'all'\]; got \['1'\]"):
+        trace_plots.histograms(found, ["1"])
+
+
+def test_histograms_count_every_finite_norm_and_show_thresholds(found: dict[str, Any], drawn: list[Any]) -> None:
+    trace_plots.histograms(found)
+    panels = drawn[0].axes
+    assert [axes.get_title() for axes in panels] == ["all", "0", "2"]
+    for axes, place in zip(panels, (2, 0, 1), strict=True):
+        bars = [patch for patch in axes.patches if isinstance(patch, matplotlib.patches.Rectangle)][:40]
+        assert sum(bar.get_height() for bar in bars) == found["examples"].sum()
+        assert [line.get_xdata()[0] for line in axes.lines] == [found["threshold"][-1, place]]
+    assert "not private" in texts(drawn[0])
+
+
+def test_paths_are_those_of_groups_with_a_threshold(found: dict[str, Any], drawn: list[Any], tmp_path: Path) -> None:
+    trace_plots.threshold_paths(found)
+    lines = drawn[0].axes[0].lines
+    assert [line.get_label() for line in lines[:-1:2]] == ["0", "2", "all"]
+    np.testing.assert_array_equal(lines[0].get_ydata(), found["threshold"][:, 0])
+    trace_plots.threshold_paths(trace_of(tmp_path / "flat.npz", 0.3))
+    assert [line.get_label() for line in drawn[1].axes[0].lines[:-1:2]] == ["all"]
+
+
+@pytest.mark.slow
+def test_steps_without_examples_and_a_single_step_are_drawn(tmp_path: Path) -> None:
+    found = trace_of(tmp_path / "t.npz", 0.3, batch_size=1)
+    assert 0 in found["examples"]
+    first = found | {name: found[name][:1] for name in ("step", "norms", *traces.BY_GROUP)}
+    empty = first | {"norms": [found["norms"][0][:, :0]]}
+    for each in (found, first, empty):
+        for value in ("median_norm", "fraction_clipped", "cosine", "snr"):
+            assert trace_plots.heatmap(each, value).startswith(b"\x89PNG")
+        assert trace_plots.histograms(each).startswith(b"\x89PNG")
+        assert trace_plots.threshold_paths(each).startswith(b"\x89PNG")
+
+
+def test_the_cost_of_a_trace_is_measured(tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("pyarrow")
+    words = ["--workloads", "mlp", "--batch-size", "8", "--seconds", "0.1", "--out", str(tmp_path)]
+    assert script("trace_cost").main(words) in (0, 1)
+    row = json.loads((tmp_path / "trace_cost.json").read_text())["workloads"]["mlp"]
+    assert row["ms"]["engine.step, traced to npz"]["rounds"] >= 3
+    assert "\n| mlp | 8 | " in (tmp_path / "trace_cost.md").read_text()
+
+
+def test_a_trace_takes_less_than_two_percent_as_published() -> None:
+    module = script("trace_cost")
+    results = json.loads((module.RESULTS / "trace_cost.json").read_text())
+    assert set(results["workloads"]) == {"mlp", "cnn"}
+    assert results["every"] == module.EVERY == 100
+    for row in results["workloads"].values():
+        assert all(0 < spread["median"] < module.LIMIT for spread in row["share"].values())
+        assert 0.97 < row["between"]["median"] < 1.03
+
+
+@pytest.mark.slow
+def test_mislabelled_digits_are_found(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    assert script("mislabelled").main(["--seeds", "1", "--epochs", "5", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "mislabelled.json").read_text())
+    assert results["flipped"] == 90
+    assert results["epochs"][-1]["norm"]["found"]["median"] > 0.6
+    assert results["epochs"][-1]["norm"]["area"]["median"] > 0.95
+    assert (tmp_path / "mislabelled.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_labels_are_flipped_to_other_classes() -> None:
+    pytest.importorskip("sklearn")
+    module = script("mislabelled")
+    (_, one, flipped), (_, other, others) = module.digits(0), module.digits(1)
+    right = one.where(~flipped, other)  # right in at least one of the two, but for labels flipped in both
+    assert int(flipped.sum()) == int(others.sum()) == 90
+    assert (one != right)[flipped & ~others].all()
+    assert (one == other)[~flipped & ~others].all()
+
+
+@pytest.mark.parametrize("name", ["trace_cost", "mislabelled"])
+def test_the_page_has_the_results_tables(name: str) -> None:
+    page, results = (ROOT / "docs" / "observation.md").read_text(), ROOT / "experiments" / "results"
+    text = (results / f"{name}.md").read_text()
+    assert text == script(name).markdown(json.loads((results / f"{name}.json").read_text()))
+    table = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    assert f"\n\n{table}\n\n" in page

@@ -1,0 +1,111 @@
+"""Layers replaced in the middle of training: no decision about the old layer is used for the new one."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from case_models import By
+from comparing import assert_dicts_close, gradients
+
+import ghostclip
+from ghostclip.graph.parameter_names import ParameterNames, serial_number
+
+
+def half(x):
+    return 0.5 * x
+
+
+# Each mixes examples, in as many nodes as what it comes in the place of has.
+MIXING = {
+    "cumulated": (half, lambda x: x.cumsum(0)),
+    "cumulated backwards": (torch.tanh, lambda x: x.logcumsumexp(0)),
+    "softmax over the batch": (lambda x: x.softmax(1), lambda x: x.softmax(0)),
+    "largest over the batch": (torch.relu, lambda x: x.cummax(0).values),
+    "norm over the batch": (half, lambda x: x.renorm(2, 1, 1.0)),
+}
+
+
+def model_with(operation):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), By(operation), torch.nn.Linear(8, 3))
+
+
+def losses_of(model, x):
+    return model(x).square().mean(1)
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@pytest.mark.parametrize("kind", MIXING)
+def test_a_layer_that_mixes_examples_is_refused_in_the_place_of_one_that_did_not(kind, second_pass):
+    before, after = MIXING[kind]
+    model, x = model_with(before), torch.randn(4, 6)
+    clipper = ghostclip.GhostClipper(model, 1e-3, second_pass=second_pass)
+    for _ in range(6):
+        clipper.backward(losses_of(model, x))
+    model[1] = By(after)
+    model.zero_grad()
+    with pytest.raises(ghostclip.UnsupportedModelError):
+        clipper.backward(losses_of(model, x))
+
+
+def test_layers_that_come_and_go_are_tested_again_and_summed_right():
+    model, x = model_with(half), torch.randn(4, 5, 6)
+    clipper = ghostclip.GhostClipper(model, 1e-2)
+    for number in range(40):
+        model.zero_grad()
+        model[2 * (number % 2)] = layer = ghostclip.nn.Linear(*((8, 3) if number % 2 else (6, 8)))
+        del layer
+        losses = model(x).square().mean((1, 2))
+        clipper.backward(losses)
+        found = gradients(model)
+        model.zero_grad()
+        ghostclip.GhostClipper(model, 1e-2).backward(model(x).square().mean((1, 2)))
+        assert_dicts_close(found, gradients(model), 1e-5)
+
+
+def test_a_number_is_never_given_again():
+    numbers, addresses = set(), set()
+    for count in range(1, 301):
+        layer = torch.nn.ReLU()
+        addresses.add(id(layer))
+        numbers.add(serial_number(layer))
+        assert serial_number(layer) in numbers
+        assert len(numbers) == count
+    assert len(addresses) < 300
+
+
+def test_numbers_keep_nothing_alive_and_are_forgotten_with_their_objects():
+    before = len(ghostclip.graph.parameter_names._known)
+    layer = torch.nn.Linear(2, 2)
+    known = weakref.ref(layer)
+    serial_number(layer)
+    serial_number(layer.weight)
+    assert len(ghostclip.graph.parameter_names._known) == before + 2
+    del layer
+    gc.collect()
+    assert known() is None
+    assert len(ghostclip.graph.parameter_names._known) <= before
+
+
+def test_every_module_and_parameter_counts_in_a_model_s_version():
+    model = model_with(half)
+    names = ParameterNames(model)
+    versions = [names.version]
+    changes = [
+        lambda: model.__setitem__(1, By(half)),
+        lambda: model.__setitem__(2, torch.nn.Linear(8, 3)),
+        lambda: model.append(torch.nn.Identity()),
+        lambda: model[1].add_module("inner", torch.nn.Identity()),
+        lambda: model.__delitem__(3),
+    ]
+    for change in changes:
+        names.watch()
+        assert names.version == versions[-1]
+        change()
+        names.watch()
+        versions.append(names.version)
+    assert len(set(versions)) == len(versions)
+    model[0].weight = torch.nn.Parameter(torch.zeros(8, 6))
+    names.name_of(model[0].weight)
+    assert names.version not in versions

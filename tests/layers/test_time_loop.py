@@ -1,0 +1,161 @@
+"""The compiled backward through time equals tensor operations, step by step."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from time_traces import GATES, incoming_for, trace_of
+
+from ghostclip import GhostClipper
+from ghostclip.native import build, calls, library, rows, time_loop
+from ghostclip.nn.rnn.kernels import COMPILED
+from ghostclip.nn.rnn.loops import LOOPS
+from ghostclip.nn.rnn.trace import Incoming
+
+every_mode = pytest.mark.parametrize("mode", GATES)
+
+
+@pytest.fixture(autouse=True)
+def compiled():
+    if library("time_loop") is None:
+        pytest.skip("no C compiler here")
+
+
+def gradients(ways, mode, trace, incoming):
+    """[into_input, into_hidden, h0, (c0), both sums over time]."""
+    found = ways[mode](trace, incoming)
+    c0 = [] if found.c0 is None else [found.c0]
+    return [found.into_input, found.into_hidden, found.h0, *c0, *found.summed()]
+
+
+def assert_both_ways_agree(mode, trace, incoming, tolerance):
+    pairs = zip(*(gradients(ways, mode, trace, incoming) for ways in (COMPILED, LOOPS)), strict=True)
+    for found, expected in pairs:
+        assert found.shape == expected.shape
+        assert found.dtype == expected.dtype
+        assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+@every_mode
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1, 1), (5, 3, 4, 6), (3, 8, 2, 16), (2, 11, 3, 17), (4, 13, 20, 50), (6, 2, 1, 49), (2, 17, 5, 112)],
+    ids=str,
+)
+def test_the_same_as_tensor_operations(mode, dtype, bias, sizes):
+    trace = trace_of(mode, *sizes, dtype, bias)
+    assert_both_ways_agree(mode, trace, incoming_for(trace, mode), 1e-12 if dtype == torch.float64 else 1e-5)
+
+
+@every_mode
+@pytest.mark.parametrize("parts", [("output",), ("h_n",), ("c_n",), ()], ids=str)
+def test_where_nothing_comes_in_from_somewhere(mode, parts):
+    trace = trace_of(mode, 4, 9, 3, 18)
+    assert_both_ways_agree(mode, trace, incoming_for(trace, mode, parts), 1e-12)
+
+
+@every_mode
+def test_incoming_gradients_of_any_layout(mode):
+    trace = trace_of(mode, 4, 9, 3, 18)
+    strange = torch.randn(18, 9, 4, dtype=torch.float64).permute(2, 1, 0)
+    for output in (strange, torch.ones((), dtype=torch.float64).expand(4, 9, 18), -strange.flip(0)):
+        assert_both_ways_agree(mode, trace, Incoming(output, None, None), 1e-12)
+
+
+@every_mode
+def test_an_empty_batch(mode):
+    trace = trace_of(mode, 3, 0, 2, 5)
+    assert all(g.numel() == 0 for g in gradients(COMPILED, mode, trace, incoming_for(trace, mode)))
+
+
+@every_mode
+@pytest.mark.parametrize("scale", [1e-5, 30.0, 1e6], ids=["linear", "saturated", "far out"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_gates_keep_their_digits_at_every_scale(mode, scale, dtype):
+    trace = trace_of(mode, 3, 5, 4, 20, dtype, scale=scale)
+    assert_both_ways_agree(mode, trace, incoming_for(trace, mode), 1e-11 if dtype == torch.float64 else 1e-4)
+
+
+@every_mode
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", ["x", "incoming"])
+def test_a_bad_example_stays_by_itself(mode, bad, place):
+    trace = trace_of(mode, 4, 10, 3, 18)
+    incoming = incoming_for(trace, mode)
+    clean = gradients(COMPILED, mode, trace, incoming)
+    spoilt, others = (trace.x if place == "x" else incoming.output), torch.arange(10) != 6
+    spoilt[2, 6, 1] = bad
+    if place == "x":
+        trace.states[3, 6] = float("nan")
+    for found, expected in zip(gradients(COMPILED, mode, trace, incoming), clean, strict=True):
+        axis = found.dim() - 2
+        assert torch.equal(found.movedim(axis, 0)[others], expected.movedim(axis, 0)[others])
+        # Where a state is NaN, a relu's factor is 0: the loss and the weight gradients are NaN by the state itself.
+        assert (mode == "RNN_RELU" and place == "x") or not found.movedim(axis, 0)[6].isfinite().all()
+
+
+@every_mode
+def test_threads_change_no_bit(mode, monkeypatch):
+    trace = trace_of(mode, 5, 43, 6, 20, torch.float32)
+    incoming = incoming_for(trace, mode)
+    alone = gradients(COMPILED, mode, trace, incoming)
+    monkeypatch.setattr(calls, "SHARE", 1)
+    for count in (2, 3, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        together = gradients(COMPILED, mode, trace, incoming)
+        assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_gradients_that_fade_away_become_zero():
+    trace = trace_of("RNN_TANH", 400, 3, 2, 18, torch.float32, scale=0.1)
+    found = gradients(COMPILED, "RNN_TANH", trace, incoming_for(trace, "RNN_TANH", ("h_n",)))[0]
+    tiny = torch.finfo(torch.float32).tiny
+    assert found[-1].all()
+    assert not found[0].any()
+    assert not ((found != 0) & (found.abs() < tiny)).any()
+
+
+def test_processor_settings_are_left_as_they_were():
+    before = torch.tensor([1e-40]) / 2
+    trace = trace_of("LSTM", 2, 3, 2, 5, torch.float32)
+    gradients(COMPILED, "LSTM", trace, incoming_for(trace, "LSTM"))
+    assert torch.equal(torch.tensor([1e-40]) / 2, before)
+    assert before.item() > 0
+
+
+@pytest.mark.parametrize("missing", ["compiler", "permission"])
+def test_without_a_compiler_tensor_operations_do_it(missing, monkeypatch, tmp_path, caplog):
+    for module in (time_loop, rows):
+        # Without its memory, which would keep what is missing here from all tests to come.
+        monkeypatch.setattr(module, "library", build.library.__wrapped__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if missing == "compiler":
+        monkeypatch.setenv("PATH", "/nowhere")
+        monkeypatch.delenv("CC", raising=False)
+    else:
+        monkeypatch.setenv("GHOSTCLIP_COMPILE", "0")
+    model, x = torch.nn.LSTM(3, 5).double(), torch.randn(4, 2, 3, dtype=torch.float64)
+    expected = torch.autograd.grad(model(x)[0][:, 0].square().sum(), model.weight_hh_l0)[0]
+    clipper = GhostClipper(model, 1e6)
+    losses = model(x)[0].square().sum((0, 2)) * torch.tensor([1.0, 0.0], dtype=torch.float64)
+    clipper.backward(losses)
+    assert torch.allclose(model.weight_hh_l0.grad, expected, rtol=1e-10)
+    assert ("no C compiler found" in caplog.text) == (missing == "compiler")
+    assert list(tmp_path.rglob("*.so")) == []
+
+
+@pytest.mark.slow  # test_native.py has the quick one
+def test_processes_may_race_for_the_cache(tmp_path):
+    script = (
+        "import torch; from ghostclip.native import time_loop as t; from ghostclip.nn import LSTM;"
+        "assert t.library('time_loop') is not None; m = LSTM(2, 3); m(torch.randn(4, 2, 2))[0].sum().backward();"
+        "assert m.weight_hh_l0.grad.isfinite().all()"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    running = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in running] == [0, 0]
+    assert {path.suffix for path in (tmp_path / "ghostclip").iterdir()} == {".so"}

@@ -1,0 +1,204 @@
+"""The benchmark: its gate finds wrong gradients, its ratios are of the same round, slow contenders run less often."""
+
+import copy
+import math
+
+import pytest
+import torch
+from tiny_bench import TINY, broken, unable
+
+from ghostclip.bench import CONTENDERS, WORKLOADS, Contender, Workload, compare, line_up
+from ghostclip.bench.contenders import by_filling_gradients
+from ghostclip.bench.losses import class_losses, token_losses
+from ghostclip.bench.measure import Spread, Timings, take_turns
+from ghostclip.bench.methods import OWN
+from ghostclip.bench.reference import flat_weights, layer_weights, loop_norms, loop_sums, relative_error, whole_norms
+from ghostclip.bench.workloads import SETS
+
+NONPRIVATE = {"nonprivate": CONTENDERS["nonprivate"]}
+
+
+def unclipped(model, losses, max_norm):
+    """A contender that forgets to clip."""
+
+    def add(inputs, targets):
+        losses(model(inputs), targets).sum().backward()
+
+    return add
+
+
+class Clock:
+    """Time that passes only when a turn says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def turn(self, seconds):
+        def take():
+            self.now += seconds
+            return seconds
+
+        return take
+
+
+def test_every_contender_that_is_there_passes_the_gate():
+    quick = {name: entry for name, entry in CONTENDERS.items() if not name.endswith("compiled")}
+    field = line_up(TINY, quick)
+    assert field.errors.pop("nonprivate") is None
+    assert set(field.errors) >= {"reweight", "cached", "nxbp", "multiloss"}
+    assert set(field.errors) | {"nonprivate"} == set(quick)
+    assert all(error < 1e-5 for error in field.errors.values())
+    assert field.absent == {}
+
+
+def test_the_gate_sees_clipped_and_unclipped_examples():
+    field = line_up(TINY, NONPRIVATE)
+    torch.manual_seed(0)
+    norms = whole_norms(loop_norms(TINY.model(), class_losses, *TINY.batch(6)))
+    assert norms.min() < field.max_norm < norms.max()
+
+
+def test_wrong_broken_and_missing_contenders_are_told_apart():
+    chosen = NONPRIVATE | {
+        "unclipped": Contender("unclipped", "", by_filling_gradients(unclipped)),
+        "broken": Contender("broken", "", by_filling_gradients(broken)),
+        "unable": Contender("unable", "", by_filling_gradients(unable)),
+        "absent": Contender("absent", "", by_filling_gradients(broken), lambda: "not installed"),
+    }
+    rows = compare(TINY, chosen, seconds=0.01)["contenders"]
+    assert rows["unclipped"]["gradient_error"] > 0.1
+    assert rows["unclipped"]["correct"] is False
+    assert rows["broken"] == {"failed": "RuntimeError: out of paper\nsecond line"}
+    assert rows["unable"] == {"missing": "no such layer here"}
+    assert rows["absent"] == {"missing": "not installed"}
+
+
+def test_flat_clipping_is_wrong_where_each_layer_was_to_be_clipped():
+    entry = CONTENDERS["cached"]
+    mislabelled = Contender("cached", "", entry.prepare, clips="layer")
+    assert line_up(TINY, NONPRIVATE | {"cached": mislabelled}).errors["cached"] > 0.01
+
+
+class Kinked(torch.nn.Module):
+    """Its hidden units pass only where a sum is above zero that float32 rounds to zero, unless rows come together."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(5, 3)
+
+    def forward(self, x):
+        rounded = (2e8 + x.new_ones(())) - 2e8 if len(x) == 1 else x.new_ones(())
+        return self.linear(x) * (0.5 + torch.relu(rounded))
+
+
+def exactly(model, losses, max_norm):
+    """A contender that is right where the loop's own rounding isn't."""
+
+    def add(inputs, targets):
+        wide, inputs = copy.deepcopy(model).double(), inputs.double()
+        norms = loop_norms(wide, losses, inputs, targets)
+        sums = loop_sums(wide, losses, inputs, targets, {"flat": flat_weights(norms, max_norm)})["flat"]
+        for name, parameter in model.named_parameters():
+            parameter.grad = sums[name].float()
+
+    return add
+
+
+def test_who_is_right_where_the_loops_rounding_is_wrong_is_not_marked_wrong():
+    kinked = Workload("kinked", "", 6, Kinked, TINY.batch)
+    ways = {"exactly": exactly, "unclipped": unclipped}
+    rows = compare(
+        kinked, NONPRIVATE | {name: Contender(name, "", by_filling_gradients(way)) for name, way in ways.items()}, 0.01
+    )["contenders"]
+    assert rows["exactly"]["gradient_error"] < 1e-6
+    assert (rows["exactly"]["correct"], rows["unclipped"]["correct"]) == (True, False)
+    torch.manual_seed(0)
+    model, batch = Kinked(), TINY.batch(6)
+    ones = {"sum": {name: torch.ones(6) for name, _ in model.named_parameters()}}
+    narrow = loop_sums(model, class_losses, *batch, ones)["sum"]
+    wide = loop_sums(copy.deepcopy(model).double(), class_losses, batch[0].double(), batch[1], ones)["sum"]
+    assert relative_error(narrow, wide) > 0.1
+
+
+def test_the_gate_opens_no_wider_than_rounding_needs():
+    assert line_up(TINY, NONPRIVATE).gate == 1e-4
+    torch.manual_seed(0)
+    model, (inputs, targets) = TINY.model(), TINY.batch(6)
+
+    def noisy(outputs, targets, reduction="none"):
+        """Losses that depend a little on how many rows were computed together."""
+        return class_losses(outputs * (1 + 1e-4 * len(outputs)), targets, reduction)
+
+    field = line_up(Workload("noisy", "", 6, lambda: model, lambda size: (inputs, targets), noisy), NONPRIVATE)
+    assert 1e-4 < field.gate <= 1e-2
+
+
+def test_the_loop_is_the_definition():
+    torch.manual_seed(0)
+    model, (inputs, targets) = TINY.model(), TINY.batch(6)
+    norms = loop_norms(model, class_losses, inputs, targets)
+    plain = loop_sums(model, class_losses, inputs, targets, {"sum": {n: torch.ones(6) for n in norms}})["sum"]
+    class_losses(model(inputs), targets).sum().backward()
+    whole = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert relative_error(whole, plain) < 1e-5
+    alone = {name: norm[:1] for name, norm in norms.items()}
+    bound = float(whole_norms(alone)) / 10
+    clipped = loop_sums(model, class_losses, inputs[:1], targets[:1], {"flat": flat_weights(alone, bound)})["flat"]
+    assert math.isclose(math.sqrt(sum(float(v.square().sum()) for v in clipped.values())), bound, rel_tol=1e-5)
+
+
+def test_layers_have_their_share_of_the_bound():
+    norms = {
+        "a.weight": torch.tensor([3.0, 0.1]),
+        "a.bias": torch.tensor([4.0, 0.1]),
+        "b.weight": torch.tensor([1.0, 9.0]),
+    }
+    weights = layer_weights(norms, math.sqrt(2))
+    assert weights["a.weight"].tolist() == weights["a.bias"].tolist() == pytest.approx([0.2, 1.0])
+    assert weights["b.weight"].tolist() == pytest.approx([1.0, 1 / 9])
+
+
+def test_relative_error_counts_nan_and_missing_parameters_as_infinite():
+    expected = {"w": torch.ones(2, dtype=torch.float64)}
+    assert relative_error({"w": torch.tensor([1.0, 2.0])}, expected) == pytest.approx(1 / math.sqrt(2))
+    assert relative_error({"w": torch.tensor([1.0, 2.0])}, expected, {"w": 100.0}) == pytest.approx(0.1)
+    assert relative_error({"w": torch.tensor([1.0, math.nan])}, expected) == math.inf
+    assert relative_error({}, expected) == math.inf
+    assert relative_error({"w": torch.ones(3)}, expected) == math.inf
+
+
+def test_turns_of_slow_contenders_are_fewer_but_never_none():
+    clock = Clock()
+    turns = {"plain": clock.turn(0.1), "fast": clock.turn(0.2), "slow": clock.turn(3.0), "snail": clock.turn(9.0)}
+    timings = take_turns(turns, 30.0, baseline="plain", clock=clock)
+    counts = {name: len(times) for name, times in timings.seconds.items()}
+    assert counts["plain"] == counts["fast"]
+    assert counts["plain"] == pytest.approx(8 * counts["slow"], abs=8)
+    assert timings.seconds["slow"].keys() > timings.seconds["snail"].keys()
+    assert timings.ratio("slow", "plain").median == pytest.approx(30.0)
+    assert timings.ratio("slow", "fast").median == pytest.approx(15.0)
+    least = take_turns(turns | {"ice": clock.turn(60.0)}, 0.1, baseline="plain", clock=clock)
+    assert len(least.seconds["snail"]) == 3
+    assert len(least.seconds["ice"]) == 1
+
+
+def test_ratios_pair_times_of_the_same_round():
+    timings = Timings({"plain": {0: 1.0, 1: 10.0, 2: 100.0}, "slow": {0: 3.0, 2: 500.0}})
+    assert timings.ratio("slow", "plain") == Spread(4.0, 3.5, 4.5, 2)
+    assert timings.milliseconds("plain").median == 10_000.0
+
+
+def test_token_losses_are_averaged_within_each_example():
+    outputs, targets = torch.randn(3, 4, 7), torch.randint(0, 7, (3, 4))
+    expected = torch.stack([class_losses(row, target).mean() for row, target in zip(outputs, targets, strict=True)])
+    torch.testing.assert_close(token_losses(outputs, targets), expected)
+    torch.testing.assert_close(token_losses(outputs, targets, reduction="mean"), expected.mean())
+
+
+def test_names_and_sets_are_consistent():
+    assert all(name == entry.name for name, entry in CONTENDERS.items())
+    assert CONTENDERS.keys() - OWN == {"multiloss"}
+    assert sorted(name for names in SETS.values() for name in names) == sorted(WORKLOADS)

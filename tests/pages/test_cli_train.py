@@ -1,0 +1,275 @@
+"""`ghostclip train`: every method and data format end to end, and what is charged."""
+
+import errno
+import itertools
+import json
+import math
+import re
+import types
+
+import pytest
+import torch
+from data_files import write_adult, write_cifar, write_images, write_imdb, write_mnist
+
+import ghostclip
+from ghostclip import accounting, datasets
+from ghostclip.cli import main, summary, train, training
+from ghostclip.cli.methods import METHODS, Settings
+from ghostclip.cli.plan import NOISE_PER_STEP, learning_rate
+from ghostclip.cli.training import build
+from ghostclip.cli.training import train as train_once
+from ghostclip.engine import micro_batching
+
+PRIVATE = [method for method in METHODS if method != "nonprivate"]
+QUICK = ["--epochs", "1", "--no-compare", "--json"]
+
+
+def trained(capsys, *arguments) -> dict:
+    """The JSON that a run prints."""
+    assert main(["train", *map(str, arguments)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def settings(method: str, **changes) -> Settings:
+    """A run of two steps of nearly the whole data set, without noise or clipping, so that every method must agree."""
+    values = {
+        "model": "mlp", "method": method, "epochs": 2, "batch_size": 40, "max_physical_batch_size": 16,
+        "max_norm": 1e6, "learning_rate": 0.1, "optimizer": "sgd", "seed": 3, "delta": 1e-5, "noise_multiplier": 0.0,
+    }  # fmt: skip
+    return Settings(**values | changes)
+
+
+def forty_digits() -> datasets.Data:
+    """A data set of 40 examples, all of which are in every batch of 40."""
+    data = datasets.digits()
+    part = torch.utils.data.TensorDataset(*(tensor[:40] for tensor in data.train.tensors))
+    return datasets.Data("digits", part, part, data.input_shape, data.classes)
+
+
+@pytest.mark.parametrize("method", PRIVATE)
+def test_every_private_method_takes_the_same_steps(method):
+    data = forty_digits()
+    plain = train_once(settings("nonprivate", max_norm=1.0, noise_multiplier=None), data, "plain", lambda *step: None)
+    private = train_once(settings(method), data, "private", lambda *step: None)
+    assert private.run.losses == pytest.approx(plain.run.losses, rel=1e-4)
+    assert private.run.steps == plain.run.steps == 2
+    for found, expected in zip(private.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    assert private.run.epsilons == {"PLD": math.inf, "RDP": math.inf}
+
+
+@pytest.mark.parametrize("method", PRIVATE)
+def test_every_private_method_clips_and_charges(method):
+    data = forty_digits()
+    before = build("mlp", data, seed=3)
+    outcome = train_once(
+        settings(method, max_norm=1e-3, noise_multiplier=1e-3, epochs=1), data, "private", lambda *step: None
+    )
+    pairs = zip(outcome.model.parameters(), before.parameters(), strict=True)
+    moved = math.sqrt(sum(float((after - start).detach().square().sum()) for after, start in pairs))
+    assert 0 < moved <= 0.1 * 1e-3 * 1.01
+    where = {"noise_multiplier": 1e-3, "sample_rate": 1.0, "steps": 1, "delta": 1e-5}
+    assert outcome.run.epsilons == {
+        name.upper(): accounting.epsilon(**where, accountant=name) for name in ("pld", "rdp")
+    }
+
+
+@pytest.mark.parametrize("method", PRIVATE)
+@pytest.mark.one_in(6)
+def test_noise_is_fresh_in_every_run_and_the_seed_is_of_the_weights(method):
+    data = forty_digits()
+    runs = [train_once(settings(method, noise_multiplier=0.5), data, "private", lambda *step: None) for _ in range(2)]
+    assert runs[0].run.losses[0] == pytest.approx(runs[1].run.losses[0])
+    assert runs[0].run.losses[1] != runs[1].run.losses[1]
+
+
+def test_building_leaves_torch_s_generator_alone():
+    data = forty_digits()
+    state = torch.get_rng_state()
+    first, second, other = (next(build("mlp", data, seed).parameters()) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.slow
+def test_target_is_met_and_reported(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "MARKS", 2)
+    found = trained(
+        capsys, "--model", "mlp", "--epsilon", "2", "--batch-size", "300", "--report", tmp_path / "r", *QUICK
+    )
+    assert found == json.loads((tmp_path / "r" / "report.json").read_text()) | {
+        "report": str(tmp_path / "r" / "index.html")
+    }
+    (run,) = found["runs"]
+    assert 1.99 < run["epsilons"]["PLD"] <= 2 < run["epsilons"]["RDP"]
+    assert run["noise_multiplier"] == found["settings"]["noise_multiplier"]
+    assert (found["privacy"]["steps"][0], found["privacy"]["steps"][-1]) == (0, run["steps"])
+    assert found["privacy"]["epsilons"]["PLD"][-1] == run["epsilons"]["PLD"]
+    assert len(found["not_private"]["norms"]["norms"]) == found["settings"]["training examples"] == 1437
+
+
+@pytest.mark.slow
+def test_comparison_trains_lower_targets_and_without_privacy(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(summary, "SPEED_SECONDS", 0.0)
+    monkeypatch.setattr(train, "MARKS", 1)
+    arguments = ["--model", "mlp", "--epochs", "1", "--epsilon", "2", "--report", str(tmp_path)]
+    assert main(["train", *arguments]) == 0
+    shown = capsys.readouterr()
+    names = [line.split("  ")[0] for line in shown.out.splitlines() if line.startswith(("private", "non-private"))]
+    assert names == ["private, epsilon 2", "private, epsilon 1", "non-private"]
+    assert re.search(r"nxbp, the naive loop +[\d,]+ +[\d.]+\n", shown.out)
+    assert "loss=" in shown.err
+    assert "epsilon=2.00" in shown.err
+    page = (tmp_path / "index.html").read_text()
+    assert all(name in page for name in (*names, "nxbp"))
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"), [("8GiB", 8 << 30), ("8.5 GB", 8_500_000_000), (str(8 << 30), 8 << 30), (None, None)]
+)
+@pytest.mark.slow
+def test_the_size_of_physical_batches_is_found_within_the_limit(capsys, monkeypatch, tmp_path, text, limit):
+    """The engine gets the limit in bytes, and the report's norms take no more memory than its passes did."""
+    sizes, given = [], []
+    meter, norms = micro_batching.MemoryMeter, ghostclip.GhostClipper.norms
+    monkeypatch.setattr(micro_batching, "MemoryMeter", lambda device, most: given.append(most) or meter(device, most))
+    monkeypatch.setattr(micro_batching, "_largest_that_fits", lambda *_: 30)
+    monkeypatch.setattr(
+        ghostclip.GhostClipper, "norms", lambda self, losses: sizes.append(len(losses)) or norms(self, losses)
+    )
+    found = trained(
+        capsys, "--model", "mlp", "--noise-multiplier", "1", "--max-physical-batch-size", "auto", "--report", tmp_path,
+        *([] if text is None else ["--memory-limit", text]), *QUICK,
+    )  # fmt: skip
+    assert (found["settings"]["max_physical_batch_size"], found["settings"]["memory_limit"]) == ("auto", limit)
+    assert given == [limit]
+    assert max(sizes) == 30
+
+
+def test_memory_that_holds_no_example_is_told_in_one_line(capsys):
+    limit = ["--max-physical-batch-size", "auto", "--memory-limit", "1kB"]
+    assert main(["train", "--model", "mlp", "--noise-multiplier", "1", *QUICK, *limit]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    last = shown.err.splitlines()[-1]
+    assert last.startswith("ghostclip: the passes over one example don't fit")
+    assert "memory_limit" in last
+
+
+@pytest.mark.slow
+def test_several_seeds_are_trained_and_calibrated_once(capsys, monkeypatch, tmp_path):
+    seeds = []
+
+    def taken(settings, *arguments):
+        seeds.append(settings.seed)
+        return train_once(settings, *arguments)
+
+    monkeypatch.setattr(train, "train", taken)
+    arguments = ["train", "--model", "mlp", "--epsilon", "2", "--batch-size", "300", "--epochs", "2", "--no-compare"]
+    arguments += ["--seed", "5", "--seeds", "3", "--report", str(tmp_path / "my report")]
+    assert main(arguments) == 0
+    shown, found = capsys.readouterr().out, json.loads((tmp_path / "my report" / "report.json").read_text())
+    assert seeds == [run["seed"] for run in found["runs"]] == [5, 6, 7]
+    assert {run["name"] for run in found["runs"]} == {"private, epsilon 2"}
+    assert list(found["not_private"]["losses"]) == [f"private, epsilon 2, seed {seed}" for seed in (5, 6, 7)]
+    assert [run["calibration_seconds"] > 0 for run in found["runs"]] == [True, False, False]
+    assert [len(run["accuracies"]) for run in found["runs"]] == [2, 2, 2]
+    assert all(run["accuracies"][-1] == run["accuracy"] for run in found["runs"])
+    accuracies = [run["accuracy"] for run in found["runs"]]
+    (line,) = (line for line in shown.splitlines() if line.startswith("private"))
+    cells = re.split(" {2,}", line)
+    assert cells[1:3] == [f"{sum(accuracies) / 3:.1%}", f"{min(accuracies):.1%} to {max(accuracies):.1%}"]
+    assert found["command"] == f"ghostclip {' '.join(arguments[:-1])} '{arguments[-1]}'"
+    assert found["versions"]["ghostclip"] == ghostclip.__version__
+
+
+def test_compilation_and_evaluation_are_not_called_training(monkeypatch):
+    """A clock that goes a second a look, and a compiler that takes a quarter of one before the first of two steps."""
+    ticks, compiled = itertools.count(), iter([0.0, 0.25])
+    monkeypatch.setattr(training, "time", types.SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(training, "seconds_compiling", lambda: next(compiled, 0.25))
+    monkeypatch.setattr(training, "accuracy", lambda *_: 0.5 + 0 * sum(next(ticks) for _ in range(100)))
+    outcome = train_once(settings("auto"), forty_digits(), "private", lambda *step: None, epoch=1)
+    assert (outcome.run.seconds, outcome.run.compilation_seconds) == (1.75, 0.25)
+    assert outcome.run.accuracies == [0.5, 0.5]
+
+
+def test_epochs_that_were_not_evaluated_are_gaps():
+    data, model = forty_digits(), build("mlp", forty_digits(), seed=3)
+    found: list[float] = []
+    for steps in (5, 6):  # of which a resumed run has taken five elsewhere
+        training.Evaluation(model, data.test, 2).after(steps, found)
+    assert [math.isnan(value) for value in found] == [True, True, False]
+    right = [int(model(image.unsqueeze(0)).argmax()) == int(label) for image, label in data.test]
+    assert found[-1] == sum(right) / len(right)
+
+
+@pytest.mark.slow
+def test_results_are_shown_where_the_report_cannot_be_written(capsys, monkeypatch, tmp_path):
+    def full(record, folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train.report, "write", full)
+    arguments = ["--model", "mlp", "--noise-multiplier", "1", "--report", str(tmp_path), *QUICK]
+    assert main(["train", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["report"] is None
+    expected = "No space left on device; free some space there, or choose another folder"
+    assert shown.err.splitlines()[-1] == f"ghostclip: no report can be written to {tmp_path}: {expected}"
+
+
+def test_training_without_noise_is_not_called_private(capsys):
+    assert main(["train", "--model", "mlp", "--noise-multiplier", "0", "--no-compare", "--epochs", "1"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith(("private", "not private")))
+    assert line.split("  ")[0] == "not private, no noise"
+    assert " inf " in line
+
+
+def test_nonprivate_training_spends_no_epsilon(capsys):
+    found = trained(capsys, "--model", "mlp", "--method", "nonprivate", *QUICK)
+    assert found["runs"][0]["epsilons"] == {}
+    assert found["privacy"] is None
+    assert found["settings"]["noise_multiplier"] is None
+
+
+@pytest.mark.slow
+def test_no_noise_is_infinite_epsilon(capsys, tmp_path):
+    found = trained(capsys, "--model", "mlp", "--noise-multiplier", "0", "--report", tmp_path, *QUICK)
+    assert found["runs"][0]["epsilons"] == {"PLD": "inf", "RDP": "inf"}
+    assert (tmp_path / "norms.png").exists()
+    assert not (tmp_path / "epsilon.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "write", "model"),
+    [
+        ("mnist", write_mnist, "rnn"),
+        ("fashion-mnist", write_mnist, "lstm"),
+        ("cifar10", write_cifar, "cnn"),
+        ("adult", write_adult, "mlp"),
+        ("images", write_images, "cnn"),
+        ("imdb", write_imdb, "transformer"),
+    ],
+)
+@pytest.mark.slow
+def test_every_format_trains(capsys, tmp_path, data, write, model):
+    write(tmp_path)
+    words = ["--vocabulary", tmp_path / "words.txt"] if data == "imdb" else []
+    where = ["--data", data, "--data-dir", tmp_path, *words]
+    found = trained(capsys, *where, "--model", model, "--noise-multiplier", "1", "--batch-size", "2", *QUICK)
+    assert 0 <= found["runs"][0]["accuracy"] <= 1
+    assert 0 < found["runs"][0]["epsilons"]["PLD"] < math.inf
+
+
+def test_a_delta_that_promises_nothing_is_warned_about(capsys):
+    assert main(["train", "--model", "mlp", "--noise-multiplier", "1", "--delta", "1e-3", *QUICK]) == 0
+    assert "delta 0.001 is not below 1 / 1437 examples" in capsys.readouterr().err
+
+
+def test_default_rate_keeps_a_step_s_noise_the_same():
+    for noise, batch_size, max_norm in [(10.0, 500, 1.0), (5.0, 100, 0.1)]:
+        rate = learning_rate("sgd", noise, batch_size, max_norm)
+        assert rate * noise * max_norm / batch_size == pytest.approx(NOISE_PER_STEP)
+    assert learning_rate("sgd", 0.0, 500, 1.0) == learning_rate("sgd", 1e-6, 500, 1.0)
+    assert learning_rate("adam", 10.0, 500, 1.0) == learning_rate("adam", None, 500, 1.0)

@@ -1,0 +1,89 @@
+"""The fuzzer: fixed cases pass, a case is its seed's, planted bugs are found, and what it writes adds up."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from scripts import script
+
+fuzz = script("fuzz")
+
+from fuzzing import settings, work  # noqa: E402
+from fuzzing.outcome import Outcome  # noqa: E402
+
+SEEDS = range(24)
+PAIRS = [seed for seed in SEEDS if seed % work.PAIRS_EVERY == 0]
+
+
+@pytest.mark.parametrize("block", range(0, len(SEEDS), 8))
+@pytest.mark.one_in(3)
+def test_fixed_cases_have_no_unexplained_difference(block):
+    for seed in SEEDS[block : block + 8]:
+        assert work.run_case(seed).findings == [], seed
+
+
+def test_a_case_is_its_seed_s():
+    first, again = (work.run_case(7) for _ in range(2))
+    assert (first.recipe, first.counts, first.worst_error) == (again.recipe, again.counts, again.worst_error)
+    assert first.counts["batches"]
+
+
+PLANTED = {
+    "weights that are too large": ("ghostclip.clipping.policies.margin", lambda dtype: 1.001),
+    "cross terms that are left out": ("ghostclip.norms.combine.cross", lambda outer, rows: torch.zeros(())),
+    "no test for cancellation": ("ghostclip.norms.outer.product_of_sizes", lambda left, right: torch.zeros(())),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(name, monkeypatch):
+    monkeypatch.setattr(*PLANTED[name])
+    assert any(work.run_case(seed).findings for seed in SEEDS)
+
+
+def test_a_planted_bug_is_found_by_pairs(monkeypatch):
+    monkeypatch.setattr("ghostclip.clipping.policies.flat_weights", lambda norms, bound: torch.ones_like(norms))
+    found = [what for seed in PAIRS for what in work.run_case(seed).findings]
+    assert any("moves the sum by" in what for what in found)
+
+
+def test_every_decision_that_is_forced_is_there():
+    assert settings.missing_knobs() == []
+
+
+def test_outcomes_are_added_up_and_runs_written_one_behind_the_other(tmp_path, monkeypatch, capsys):
+    cases = [Outcome(seed, counts=Counter(batches=2, pairs=1), worst_error={"float32": 1e-6}) for seed in (5, 6)]
+    cases[1].findings.append("off by much")
+    monkeypatch.setattr(fuzz, "outcomes", lambda seed, seconds, processes: iter(cases))
+    for _ in range(2):
+        assert fuzz.main(["--seed", "5", "--out", str(tmp_path)]) == 1
+    runs = json.loads((tmp_path / "fuzz.json").read_text())["runs"]
+    assert [(run["batches"], run["pairs"], run["found"]) for run in runs] == [(4, 2, 1)] * 2
+    assert "8 clipped batches, 4 neighbouring pairs and 0 neighbouring data sets" in (tmp_path / "fuzz.md").read_text()
+    assert "--only 6: off by much" in capsys.readouterr().out
+
+
+def test_ctrl_c_keeps_what_there_is(tmp_path, monkeypatch):
+    def interrupted(seed, seconds, processes):
+        yield Outcome(seed, counts=Counter(batches=3))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fuzz, "outcomes", interrupted)
+    assert fuzz.main(["--seed", "1", "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "fuzz.json").read_text())["runs"][0]["batches"] == 3
+
+
+def test_a_case_that_raises_is_a_finding(monkeypatch):
+    def broken(seed, show):
+        raise ZeroDivisionError("by 3.5")
+
+    monkeypatch.setattr(work, "batch_case", broken)
+    assert work.run_case(1).findings[0].startswith("raised ZeroDivisionError: by N at test_fuzz.py:")
+
+
+@pytest.mark.slow
+def test_cases_run_in_processes_of_their_own():
+    found = work.outcomes(1, 600.0, 1)
+    assert next(found).seed == 1
+    found.close()

@@ -1,0 +1,173 @@
+"""Structure: imports go one way, ``import ghostclip`` stays light, and no test file is too long to read."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ghostclip
+
+ROOT = Path(ghostclip.__file__).parent
+MOST_LINES = 500
+
+# From the ground up. Modules on one level in a set do not import each other; those in a tuple may, from left to right.
+LEVELS: list[tuple[str, ...] | set[str]] = [
+    ("errors", "validate", "native", "started"),
+    ("sharding",),
+    ("norms",),
+    ("nn",),
+    ("graph", "planner", "wrap"),
+    ("clipping",),
+    ("clipper", "compiled"),
+    ("events",),
+    {"noise", "sampling", "accounting", "ledger", "checkpoint", "optim", "traces", "self_check"},
+    ("engine",),
+    {"datasets", "models"},
+    {"audit", "report", "bench", "integrations"},
+    ("compat",),
+    ("public",),
+    ("cli",),
+    ("__main__",),
+]  # fmt: skip
+
+
+def places() -> dict[str, tuple[int, int]]:
+    """(level, place in it) of each top-level module; a set's members are told apart by their names."""
+    found = {}
+    for level, names in enumerate(LEVELS):
+        for place, name in enumerate(sorted(names) if isinstance(names, set) else names):
+            found[name] = (level, place)
+    return found
+
+
+def imported(source: str, module: str) -> Iterator[tuple[str, int]]:
+    """(top-level module of ghostclip, line) for every import in ``source``, wherever it stands."""
+    package = module.split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) + 1 - node.level]) if node.level else ""
+            start = ".".join(part for part in (base, node.module) if part)
+            names = [f"{start}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "ghostclip" and len(parts) > 1:
+                yield parts[1], node.lineno
+
+
+def faults(source: str, module: str) -> list[str]:
+    """Imports in ``source`` that go up, or sideways within a set."""
+    known = places()
+    own = module.split(".")[1]
+    wrong = []
+    for other, line in imported(source, module):
+        if other == own or other not in known:
+            continue
+        upward = known[other] > known[own]
+        sideways = known[other][0] == known[own][0] and isinstance(LEVELS[known[own][0]], set)
+        if upward or sideways:
+            wrong.append(f"{module}:{line} imports {other}, which is {'above' if upward else 'beside'} it")
+    return wrong
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package but its front door, by dotted name (a package by its ``__init__``)."""
+    paths = [path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"]
+    return {".".join(("ghostclip", *path.relative_to(ROOT).with_suffix("").parts)): path for path in paths}
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_no_import_goes_up(module):
+    assert module.split(".")[1] in places(), f"give {module} its place in LEVELS"
+    assert faults(modules()[module].read_text(), module) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from ghostclip.engine import PrivacyEngine", "ghostclip.nn.linear"),
+        ("def f():\n    from ..clipper import GhostClipper", "ghostclip.nn.linear"),
+        ("from .. import planner", "ghostclip.nn.linear"),
+        ("import ghostclip.accounting", "ghostclip.noise"),
+        ("from . import engine", "ghostclip.noise"),
+    ],
+)
+def test_an_arrow_up_is_caught(source, module):
+    assert faults(source, module)
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from ghostclip.errors import GhostClipError", "ghostclip.nn.linear"),
+        ("from .base import GhostLayer\nfrom ..norms.term import Term", "ghostclip.nn.linear"),
+        ("import torch", "ghostclip.noise"),
+    ],
+)
+def test_an_arrow_down_is_fine(source, module):
+    assert not faults(source, module)
+
+
+def test_importing_ghostclip_loads_only_what_every_user_has():
+    script = "import sys, torch; before = set(sys.modules); import ghostclip; print(*(set(sys.modules) - before))"
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    modules = set(output.stdout.split())
+    loaded = {name.split(".")[0] for name in modules}
+    assert "ghostclip.public" in modules
+    assert not loaded & {"dp_accounting", "sklearn", "matplotlib", "jinja2", "pandas", "transformers", "opacus"}
+    # Half a second, which accounting takes when it is asked for a number.
+    assert not modules & {"scipy.stats", "scipy.optimize", "scipy.fft", "scipy.special", "scipy.linalg"}
+
+
+# Prints what a command has loaded by the time it ends.
+ENDING = """
+import atexit, sys
+
+def show():
+    print(*sys.modules, file=sys.stderr)
+
+atexit.register(show)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], [], ["trian"]], ids=" ".join)
+def test_the_front_of_the_command_line_takes_no_torch(arguments, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(ENDING)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT.parent)])}
+    command = [sys.executable, "-m", "ghostclip", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert done.stdout or "did you mean 'train'" in done.stderr
+    assert "ghostclip.cli" in loaded
+    assert not loaded & {"torch", "numpy", "scipy", "ghostclip.public"}
+
+
+@pytest.mark.parametrize("started", [["-c", "import other"], ["-m", "other", "-m", "ghostclip"], ["other.py"]])
+@pytest.mark.slow
+def test_any_other_program_has_the_public_names(started, tmp_path):
+    (tmp_path / "other.py").write_text("import ghostclip.wrap\nprint(*sorted(vars(ghostclip)), ghostclip.wrap)")
+    environment = os.environ | {"PYTHONPATH": str(ROOT.parent)}
+    done = subprocess.run(
+        [sys.executable, *started], capture_output=True, text=True, env=environment, cwd=tmp_path, check=True
+    )
+    assert set(ghostclip.__all__) <= set(done.stdout.split())
+    assert "<function wrap at" in done.stdout
+
+
+def test_no_test_module_is_imported_by_another():
+    for path in [*Path(__file__).parents[1].rglob("*.py"), *(ROOT.parent / "experiments").rglob("*.py")]:
+        named = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        assert [node.module for node in named if (node.module or "").startswith("test_")] == [], path
+
+
+def test_no_test_file_is_too_long():
+    lengths = {path.name: len(path.read_text().splitlines()) for path in Path(__file__).parents[1].rglob("*.py")}
+    assert lengths[Path(__file__).name] > 100
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}

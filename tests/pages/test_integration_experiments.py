@@ -1,0 +1,96 @@
+"""The scripts behind the tables of frameworks: kills, mistakes and epsilon at every step."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("lightning")
+
+from scripts import script
+
+from experiments.integrations import frameworks, kills
+from experiments.integrations.loops import GROUPED, PAIRS, process_group
+from experiments.integrations.mistakes import MISTAKES, refused
+from experiments.kills import Broken, Shared, Trap
+from ghostclip.engine.budget import Spending
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    """What frameworks warn of is no concern here, and accelerate's state is none of other tests'."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    state = pytest.importorskip("accelerate").state
+    state.AcceleratorState._reset_state(True)
+    state.GradientState._reset_state()
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("framework", "mistake"), [(name, each) for name, some in MISTAKES.items() for each in some])
+def test_every_mistake_is_refused(framework: str, mistake: str) -> None:
+    with process_group(framework in GROUPED):
+        assert refused(MISTAKES[framework][mistake])
+
+
+def test_a_mistake_that_is_not_refused_is_noticed() -> None:
+    assert refused(lambda: None) == ""
+    with pytest.raises(RuntimeError):
+        refused(lambda: torch.zeros(2) @ torch.zeros(3))  # an error, and none of ours
+
+
+def test_the_table_has_each_framework_with_its_mistakes() -> None:
+    ratio = {"median": 1.0, "low": 1.0, "high": 1.0}
+    rows = {name: {"lines": 3, "difference": 0.0, "time": ratio} for name in PAIRS}
+    mistakes = {name: dict.fromkeys(some, "PrivacyError") for name, some in MISTAKES.items()}
+    machine = json.loads((frameworks.RESULTS / "frameworks.json").read_text())["machine"]
+    found = frameworks.page({"machine": machine, "commit": "0", "rows": rows, "mistakes": mistakes})
+    for name in PAIRS:
+        count = len(MISTAKES[name])
+        assert f"| {name} | 3 | 0.0e+00 | {count} of {count} |" in found
+
+
+@pytest.mark.parametrize("name", kills.FRAMEWORKS)
+@pytest.mark.slow
+def test_kills_leave_no_release_of_a_framework_uncharged(name: str, tmp_path: Path) -> None:
+    work, block = kills.FRAMEWORKS[name]
+    work(tmp_path, Shared(), Trap("", 0), 1)
+    found = kills.killed(work, block, 2, seed=1)
+    assert found["kills"] == 2
+    assert 0 < found["released"] <= found["charged"] <= found["released"] + 3 * block
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", kills.FRAMEWORKS)
+def test_fifty_kills_leave_no_release_of_a_framework_uncharged(name: str, tmp_path: Path) -> None:
+    work, block = kills.FRAMEWORKS[name]
+    work(tmp_path, Shared(), Trap("", 0), 1)
+    found = kills.killed(work, block, 50, seed=1)
+    assert found["resumed"] > 10
+    assert found["released"] <= found["charged"]
+
+
+def test_a_framework_that_charges_too_late_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    charge = Spending.charge
+    monkeypatch.setattr(Spending, "charge", lambda self, *of: None if self._own.total() == 1 else charge(self, *of))
+    work, block = kills.FRAMEWORKS["Lightning"]
+    with pytest.raises(Broken, match="releases"):
+        kills.killed(work, block, 3, seed=1)
+
+
+@pytest.mark.slow
+def test_epsilon_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("epsilon_at_every_step")
+    monkeypatch.setattr(module, "SETTINGS", module.SETTINGS[:1])
+    assert module.main(["--steps", "100", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "epsilon_at_every_step.json").read_text())["rows"]
+    assert 0 <= row["lowest"] <= row["highest"] < 1e-3
+    assert row["later"]["median"] < row["first"]

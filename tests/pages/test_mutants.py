@@ -1,0 +1,103 @@
+"""The tool that plants bugs, and the script that measures sensitivity: what they report can be believed."""
+
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+from scripts import script
+
+
+@pytest.fixture
+def tool() -> ModuleType:
+    return script("mutants")
+
+
+def test_the_table_fits_the_sources(tool):
+    assert tool.stale(tool.table()) == []
+
+
+@pytest.mark.slow
+def test_every_row_of_the_table_selects_tests(tool):
+    rows = {mutant.name: list(mutant.tests) for mutant in tool.table()}
+    selections = [*rows.values(), ["tests/pages/test_mutants.py", "-k", "a_name_of_no_test"]]
+    done = subprocess.run(
+        [sys.executable, "tests/support/selected_tests.py"],
+        cwd=tool.ROOT,
+        input=json.dumps(selections),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    *counts, nothing = json.loads(done.stdout)
+    assert [name for name, count in zip(rows, counts, strict=True) if not count] == []
+    assert nothing == 0
+
+
+def test_bugs_are_many_and_their_names_their_own(tool):
+    names = [mutant.name for mutant in tool.table()]
+    assert len(set(names)) == len(names) >= 30
+
+
+def test_the_published_table_is_complete(tool):
+    """Every bug that is defined was planted and caught, by a test that is there and was asked."""
+    results = tool.ROOT / "experiments" / "results"
+    rows = json.loads((results / "mutants.json").read_text())
+    assert [(row["name"], row["file"]) for row in rows] == [(mutant.name, mutant.file) for mutant in tool.table()]
+    for row, mutant in zip(rows, tool.table(), strict=True):
+        assert row["caught_by"] is not None, row["name"]
+        file, _, test = row["caught_by"].partition("::")
+        assert f"tests/{file}" in mutant.tests, row["name"]
+        assert f"def {test.partition('[')[0]}(" in (tool.ROOT / "tests" / file).read_text(), row["name"]
+    assert (results / "mutants.md").read_text() == tool.markdown(rows)
+
+
+def test_a_source_text_that_is_gone_or_there_twice_is_noticed(tool, tmp_path):
+    mutant = tool.table()[0]
+    (tmp_path / mutant.file).parent.mkdir(parents=True)
+    for text, found in ((mutant.source, []), ("", [mutant.name]), (2 * mutant.source, [mutant.name])):
+        (tmp_path / mutant.file).write_text(text)
+        assert tool.stale([mutant], tmp_path) == found
+
+
+def test_a_survivor_is_no_success(tool, tmp_path, monkeypatch, capsys):
+    caught = {"file": "f.py", "caught_by": "test_a.py::test", "seconds": 1.0, "output": ""}
+    survivor = tool.table()[1].name
+    monkeypatch.setattr(tool, "copy_to", lambda folder: None)
+    monkeypatch.setattr(tool, "check_baseline", lambda folder, mutants: None)
+    monkeypatch.setattr(
+        tool, "plant", lambda _, m: {"name": m.name} | caught | ({"caught_by": None} if m.name == survivor else {})
+    )
+    assert tool.main([tool.table()[0].name, "--out", str(tmp_path)]) == 0
+    assert tool.main([survivor, "--out", str(tmp_path)]) == 1
+    assert f"survived: {survivor}" in capsys.readouterr().out
+    assert [row["caught_by"] for row in json.loads((tmp_path / "mutants.json").read_text())] == [
+        "test_a.py::test",
+        None,
+    ]
+    assert "1 of 2 caught" in (tmp_path / "mutants.md").read_text()
+
+
+def test_tests_that_fail_without_a_bug_stop_it(tool, monkeypatch, tmp_path):
+    monkeypatch.setattr(tool, "run", lambda folder, tests, *_: (1, "1 failed"))
+    with pytest.raises(SystemExit, match="without any bug planted"):
+        tool.check_baseline(tmp_path, tool.table()[:3])
+
+
+def test_names_that_are_not_in_the_table(tool):
+    with pytest.raises(SystemExit, match="no such mutants: nobody"):
+        tool.main(["nobody"])
+
+
+def test_sensitivity_writes_figures_and_a_plot(tmp_path, monkeypatch):
+    module = script("sensitivity")
+    monkeypatch.setattr(module, "EXTREME", {})
+    for name in module.ADVERSARIES.keys() - {"plain"}:
+        monkeypatch.delitem(module.ADVERSARIES, name)
+    assert module.main(["--part", "0/1000000", "--dtypes", "float32", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "sensitivity.json").read_text())["rows"]
+    assert 0.999 < row["ratio"] <= 1 + 1e-5
+    assert "| Linear |" in (tmp_path / "sensitivity.md").read_text()
+    assert (tmp_path / "sensitivity.png").read_bytes().startswith(b"\x89PNG")

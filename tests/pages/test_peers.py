@@ -1,0 +1,67 @@
+"""Other libraries as contenders: what is installed passes the gate, what isn't is reported."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_bench import TINY, unable
+
+from ghostclip.bench import BASELINE, CONTENDERS, WORKLOADS, Contender, line_up, methods
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = {"opacus-ghost": "opacus", "fastdp": "fastDP", "jax": "jax"}
+
+
+@pytest.fixture
+def main(monkeypatch):
+    """The command, with what it registers forgotten afterwards."""
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.1, 0.0, 0.0))
+    monkeypatch.setattr(methods, "MODULES", [])
+    monkeypatch.setattr("ghostclip.cli.bench.keep_freed_memory", lambda: None)
+    before = set(CONTENDERS)
+    from experiments.peers.__main__ import main
+
+    yield main
+    for name in set(CONTENDERS) - before:
+        del CONTENDERS[name]
+
+
+def test_peers_are_timed_and_absent_libraries_are_reported(main, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words = ["--workloads", "mlp", "--batch-size", "4", "--seconds", "0.05", "--json", "--contenders"]
+    assert main([*words, "nonprivate,cached,vmap,opacus-ghost,fastdp,jax"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    rows = results["workloads"]["mlp"]["contenders"]
+    assert rows["vmap"]["correct"]
+    assert rows["vmap"]["over_nonprivate"]["rounds"] >= 3
+    for name, library in LIBRARIES.items():
+        assert rows[name]["missing"].startswith(f"{library} is not installed; ")
+
+
+def test_the_help_names_ours_and_theirs(main, capsys):
+    assert main(["--help"]) == 0
+    text = "".join(capsys.readouterr().out.split())
+    assert "ghostclipbench" in text
+    assert {"vmap", "opacus-hooks", "fastdp", "jax", "cached"} <= set(CONTENDERS)
+    for name, contender in CONTENDERS.items():
+        assert contender.name == name
+        assert name in text
+
+
+def test_every_library_that_is_there_passes_the_gate(main):
+    main.__globals__["register"]("experiments.peers")
+    theirs = {name: CONTENDERS[name] for name in (BASELINE, "vmap", "opacus-hooks", "opacus-ghost", "fastdp", "jax")}
+    found = line_up(TINY, theirs)
+    assert found.errors.pop(BASELINE) is None
+    assert "vmap" in found.errors
+    assert all(error < 1e-5 for error in found.errors.values())
+    assert all(set(why) == {"missing"} for why in found.absent.values())
+
+
+def test_what_a_library_can_not_do_is_no_failure_of_ours(main, monkeypatch, capsys):
+    monkeypatch.setitem(WORKLOADS, "tiny", TINY)
+    monkeypatch.setattr("experiments.peers.CONTENDERS", (Contender("library", "", unable),))
+    words = ["--workloads", "tiny", "--seconds", "0.01", "--contenders", "library"]
+    assert main(words) == 0
+    assert "tiny, library missing: no such layer here" in capsys.readouterr().out

@@ -1,0 +1,192 @@
+"""The documents: their code runs and prints what they say, links and commands exist, tables are the results'."""
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from documents import ROOT, blocks, run, text_of
+from graphs import interpret
+from scripts import script
+
+import ghostclip
+from ghostclip import cli
+from ghostclip.nn.base import LAYERS
+
+DOCS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))
+PAGES = ["README.md", *DOCS]
+# What `make test` leaves to `make test-all`: the pages that take longest, together four fifths of the time of all.
+SLOW = {"docs/accelerate.md", "docs/accounting.md", "docs/audit.md", "docs/composed_clipping.md", "docs/gpus.md",
+        "docs/huggingface.md", "docs/large_batches.md", "docs/learning.md", "docs/lightning.md", "docs/monitoring.md",
+        "docs/observation.md", "docs/per_layer_clipping.md", "docs/several_processes.md", "docs/training.md",
+        "docs/tutorial.md"}  # fmt: skip
+# What a page is about and `make test` doesn't install.
+NEEDS = {"docs/lightning.md": "lightning", "docs/accelerate.md": "accelerate"}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder to run a page's code in, as the only process of a group where it asks for one; no graph is compiled."""
+    monkeypatch.chdir(tmp_path)
+    interpret(monkeypatch)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1], "RANK": 0, "WORLD_SIZE": 1}
+    for name, value in address.items():
+        monkeypatch.setenv(name, str(value))
+    torch.manual_seed(0)
+    if (accelerate := sys.modules.get("accelerate")) is not None:  # what other tests left in this process
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerate.state.GradientState._reset_state()
+    yield tmp_path
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_every_text_block_is_compared_with_what_code_prints():
+    for page in PAGES:
+        assert text_of(page).count("```text\n") == sum(expected is not None for _, expected in blocks(page)), page
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else [])
+        for page in PAGES
+        if "```python\n" in text_of(page)
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+@pytest.mark.usefixtures("declarations")
+def test_the_code_of_a_page_runs_and_prints_what_it_says(page, folder):
+    if page in NEEDS:
+        pytest.importorskip(NEEDS[page])
+    names = run(page)
+    if page == "docs/own_layers.md":
+        assert "Linear (declared)" in str(names["clipper"].explain())
+    if page == "docs/tutorial.md":
+        assert names["accuracy"] > 0.7
+    if page == "docs/clipping.md":  # what its comments say
+        assert names["norms"].shape == (16,)
+        assert {name: tuple(norm.shape) for name, norm in names["by_layer"].items()} == {"0": (16,), "3": (16,)}
+
+
+def test_the_worked_example_of_a_layer_is_exact():
+    before = dict(LAYERS)
+    try:
+        names = run("CONTRIBUTING.md")
+        model = torch.nn.Sequential(names["Scale"](3)).double()
+        clipper = ghostclip.GhostClipper(model)
+        inputs = torch.randn(4, 2, 3, dtype=torch.float64)
+        found = clipper.per_example_grads(model(inputs).square().sum((1, 2)) / 2)
+        torch.testing.assert_close(found["0.weight"], inputs.square().sum(1))
+    finally:
+        LAYERS.clear()
+        LAYERS.update(before)
+
+
+def layers_of_torch() -> set[str]:
+    """Names of the layers of torch.nn that have a rule."""
+    public = {wrapper.__name__ for wrapper in LAYERS.values() if not wrapper.__name__.startswith("_")}
+    return {name for name in public if hasattr(torch.nn, name)}
+
+
+def test_the_table_of_layers_is_complete():
+    section = text_of("docs/layers.md").partition("# Layers\n")[2].partition("\n## ")[0]
+    named = {
+        name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    }
+    assert named == layers_of_torch()
+
+
+def test_every_layer_has_its_equation():
+    assert layers_of_torch() - set(re.findall(r"`(\w+)`", text_of("docs/equations.md"))) == set()
+
+
+def test_the_tables_of_figures_are_the_benchmark_s():
+    module = script("readme_table")
+    for page, tables in module.PAGES.items():
+        assert module.with_table(text_of(page), tables()) == text_of(page)
+    for name in module.SPEED:
+        works = module.read(name)["workloads"].values()
+        assert all(row.get("correct", True) for work in works for row in ours(work["contenders"]))
+
+
+def ours(contenders: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for name, row in contenders.items() if re.match(r"reweight|cached|per-layer|compiled", name)]
+
+
+def test_what_the_demo_reaches_is_what_was_measured():
+    module = script("demo_accuracy")
+    results = json.loads((module.RESULTS / "demo_accuracy.json").read_text())
+    said = " ".join(text_of("README.md").split())
+    assert f"median and range of 20 runs: {module.sentence(results)}." in said
+    assert [module.spread(row)[-1] for row in results["trainings"].values()] == [20] * 4
+    assert (module.RESULTS / "demo_accuracy.md").read_text() == module.markdown(results)
+
+
+def anchors(document: Path) -> set[str]:
+    """What links to headings of a document end with, as GitHub makes it of their words."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def test_links_lead_somewhere(document):
+    place = ROOT / document
+    for path, _, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)(#?)([^)]*)\)", place.read_text()):
+        target = (place.parent / path) if path else place
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+def test_the_readme_links_to_every_page():
+    """To those of a folder by the folder's first page."""
+    for page in DOCS:
+        first = str(Path(page).parent / "index.md")
+        listed = page in (first, f"docs/{Path(page).name}")
+        assert (f"]({page})" in text_of("README.md")) if listed else (f"]({Path(page).name})" in text_of(first)), page
+
+
+def test_commands_are_as_the_parser_takes_them():
+    shown = [line for page in PAGES for line in re.findall(r"^    ghostclip (.+)$", text_of(page), re.MULTILINE)]
+    assert {shlex.split(line)[0] for line in shown} == set(cli.COMMANDS)
+    for line in shown:
+        assert callable(cli._parser().parse_args(shlex.split(line)).run), line
+
+
+def test_options_of_commands_exist():
+    """What is shown of a command within a sentence: `ghostclip train --checkpoint DIR`."""
+    for page in PAGES:
+        for command, rest in re.findall(r"`ghostclip (\w+)([^`]*)`", text_of(page)):
+            assert command in cli.COMMANDS, page
+            with contextlib.redirect_stdout(io.StringIO()) as help_text:
+                assert cli.main([command, "--help"]) == 0
+            for option in re.findall(r"--[a-z-]+", rest):
+                assert option in help_text.getvalue(), (page, command, option)
+
+
+def test_make_targets_exist():
+    targets = text_of("Makefile")
+    for page in PAGES:
+        for name in re.findall(r"(?:^    |`)make ([a-z-]+)", text_of(page), re.MULTILINE):
+            assert re.search(rf"^{name}:", targets, re.MULTILINE), (page, name)
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert [
+        page for page in DOCS if not re.search(rf"\b{re.escape(page.removeprefix('docs/'))}$", navigation, re.M)
+    ] == []
+
+
+def test_the_navigation_calls_pages_by_their_titles():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert re.findall(r"- (.+): \S+\.md$", navigation, re.MULTILINE) == ["Home"]

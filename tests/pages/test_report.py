@@ -1,0 +1,266 @@
+"""The report: a page that needs no network, plots that are images, JSON that says what is not private."""
+
+import io
+import json
+import math
+import re
+import struct
+import zlib
+from base64 import b64decode
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+
+import pytest
+from matplotlib import image
+
+from ghostclip import report
+from ghostclip.report import NormSnapshot, PrivacyCurve, Record, TrainingRun, plots
+
+EPSILONS, LOSSES = {"PLD": 7.99, "RDP": 8.75}, [2.3, math.nan, 1.25]
+PRIVATE = TrainingRun(
+    "private, epsilon 8", "cached", 0.934, 2, 40, 3.25, 1234.5, 1.51, EPSILONS, LOSSES, "standard", "sgd", 0.4664, 512,
+    seed=4, accuracies=[0.5, 0.934], calibration_seconds=2.2, compilation_seconds=4.4,
+)  # fmt: skip
+PLAIN = TrainingRun(
+    "non-private <b>", "nonprivate", 0.985, 2, 40, 1.0, 5000.0, losses=[2.0, 1.0, 0.5], seed=4, accuracies=[0.9, 0.985]
+)
+RECORD = Record(
+    title="CNN on digits",
+    settings={"model": "cnn", "delta": 1e-5, "data folder": None},
+    runs=[PRIVATE, PLAIN],
+    speeds={"nonprivate": 5000.0, "cached": 2500.0},
+    speed_batch_size=64,
+    privacy=PrivacyCurve([0, 20, 40], {"PLD": [0, 5, 7.99], "RDP": [0, 6, 8.75]}, 1e-5, 8.0),
+    norms=NormSnapshot([0.5, 2.0, 4.0, math.inf], 1.0),
+    machine={"torch": "2"},
+    versions={"scipy": "1.2.3"},
+    command="ghostclip train --report 'my folder'",
+    date="2024-05-06 07:08 UTC",
+)
+OTHER_SEED = replace(
+    PRIVATE, seed=5, accuracy=0.954, accuracies=[math.nan, 0.954], seconds=4.25, calibration_seconds=0.0
+)
+LOWER = replace(
+    PRIVATE, name="private, epsilon 3", epsilons={"PLD": 2.99, "RDP": 3.5}, accuracy=0.8, calibration_seconds=1.0
+)
+SEEDS = replace(
+    RECORD, runs=[PRIVATE, OTHER_SEED, LOWER, replace(LOWER, seed=5, accuracy=0.7), PLAIN, replace(PLAIN, seed=5)]
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A report in a folder that did not exist."""
+    path = tmp_path_factory.mktemp("reports") / "a" / "b"
+    assert report.write(RECORD, path) == path / "index.html"
+    return path
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory) -> Path:
+    """A report of several seeds."""
+    path = tmp_path_factory.mktemp("seeds")
+    report.write(SEEDS, path)
+    return path
+
+
+def tables(page: str) -> list[list[list[str]]]:
+    """The cells of every table, row by row."""
+    return [
+        [re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in re.findall("<tr.*?>(.*?)</tr>", table, re.DOTALL)]
+        for table in re.findall("<table.*?>(.*?)</table>", page, re.DOTALL)
+    ]
+
+
+def decoded(png: bytes) -> tuple[int, int]:
+    """Width and height of a PNG whose chunks are all whole."""
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    place, size = 8, (0, 0)
+    while place < len(png):
+        length, kind = struct.unpack(">I4s", png[place : place + 8])
+        body = png[place + 4 : place + 8 + length]
+        assert struct.unpack(">I", png[place + 8 + length : place + 12 + length])[0] == zlib.crc32(body)
+        if kind == b"IHDR":
+            size = struct.unpack(">II", body[4:12])
+        place += 12 + length
+    return size
+
+
+def test_files(folder):
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"index.html", "report.json", "accuracy.png", "epsilon.png", "loss.png", "norms.png"}
+    for plot in folder.glob("*.png"):
+        width, height = decoded(plot.read_bytes())
+        assert width > height > 400
+
+
+def test_page_holds_its_plots_and_fetches_nothing(folder):
+    page = (folder / "index.html").read_text()
+    embedded = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    assert [b64decode(one) for one in embedded] == [
+        (folder / name).read_bytes() for name in ("accuracy.png", "epsilon.png", "loss.png", "norms.png")
+    ]
+    without = re.sub(r"base64,[^\"]+", "", page)
+    assert not re.search(r"https?:|//|<script|<link|@import|url\(", without)
+
+
+def test_page_tells_the_figures_and_what_is_not_private(folder):
+    page = (folder / "index.html").read_text()
+    for text in (
+        "93.4%",
+        "98.5%",
+        "7.990",
+        "8.750",
+        "1.510",
+        "1,234",
+        "2,500",
+        "2.00",
+        "one batch of 64",
+        "1e-05",
+        "75.0% of the examples are clipped",
+        "<td>sgd</td><td>0.4664</td><td>512</td>",
+        "another run gives another accuracy",
+        "Dashed: the target",
+    ):
+        assert text in page
+    public, kept = page.split("<h2>Not private</h2>")
+    assert (public.count("<figure>"), kept.count("<figure>")) == (2, 2)
+    assert "Mean loss of each step" in kept
+    assert "Gradient norms at the end" in kept
+    assert "computed from the training data without noise" in kept
+    assert "non-private &lt;b&gt;" in page
+    assert "data folder" not in page
+
+
+def test_json_is_strict_and_keeps_private_data_apart(folder):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    found = json.loads((folder / "report.json").read_text(), parse_constant=refuse)
+    assert found["runs"][0]["epsilons"] == {"PLD": 7.99, "RDP": 8.75}
+    assert "losses" not in found["runs"][0]
+    assert found["not_private"]["losses"]["private, epsilon 8"] == [2.3, "nan", 1.25]
+    assert found["not_private"]["norms"]["norms"] == [0.5, 2.0, 4.0, "inf"]
+    assert found["not_private"]["norms"]["clipped"] == 0.75
+    assert found["examples_per_second"] == {"nonprivate": 5000.0, "cached": 2500.0}
+
+
+def test_a_run_without_privacy_has_no_privacy_plots(tmp_path):
+    report.write(Record("plain", {}, [PLAIN]), tmp_path)
+    assert {path.name for path in tmp_path.glob("*.png")} == {"accuracy.png", "loss.png"}
+    page = (tmp_path / "index.html").read_text()
+    assert "epsilon.png" not in page
+    assert "drawn afresh" not in page
+
+
+@pytest.mark.parametrize("norms", [[], [0.0], [0.0, math.nan], [1e-9, 1e9], [1.0] * 5])
+def test_norm_plot_takes_any_norms(norms):
+    assert decoded(plots.norm_plot(norms, 1.0))[0] > 0
+
+
+@pytest.mark.parametrize("losses", [{}, {"empty": (1, [math.nan])}, {"one": (3, [2.0])}, {"none": (2, [])}])
+def test_loss_plot_takes_gaps(losses):
+    assert decoded(plots.loss_plot(losses))[0] > 0
+
+
+def test_an_unwritable_folder_is_refused_before_anything_is_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        report.prepare(tmp_path / "file" / "report")
+
+
+def test_a_full_disk_is_reported(tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(report.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match="has 1000 bytes left"):
+        report.prepare(tmp_path)
+
+
+def test_the_page_has_dark_images_for_dark_screens(folder):
+    page = (folder / "index.html").read_text()
+    assert "@media (prefers-color-scheme: dark)" in page
+    pairs = re.findall(
+        r'prefers-color-scheme: dark\)" srcset="data:image/png;base64,(.*?)"><img src="data:[^,]*,(.*?)"', page
+    )
+    assert len(pairs) == 4
+    for images in pairs:
+        dark, light = (image.imread(io.BytesIO(b64decode(one)))[..., :3] for one in images)
+        assert dark.shape == light.shape
+        assert dark[0, 0].max() < 0.15
+        assert light[0, 0].min() == 1
+        # Letters and lines are as far from the ground as on light ground, or nearly.
+        assert dark.max() > 0.85
+
+
+def test_alternative_texts_say_what_the_plots_show(folder):
+    page = (folder / "index.html").read_text()
+    alts = [unescape(alt) for alt in re.findall('alt="(.*?)"', page)]
+    assert alts == [
+        "Line plot. private, epsilon 8: 93.4% at the end; non-private <b>: 98.5% at the end.",
+        "Line plot. Epsilon grows over 40 steps from 0 to 7.99 by PLD and 8.75 by RDP.",
+        "Line plot of training loss. private, epsilon 8: from 2.3 to 1.25; non-private <b>: from 2 to 0.5.",
+        "Histogram of 4 gradient norms around the clipping norm 1; 75.0% of the examples are clipped.",
+    ]
+    assert not set(alts) & set(re.findall("<figcaption>(.*?)</figcaption>", page))
+
+
+def test_command_date_and_versions_are_told(folder):
+    page = unescape((folder / "index.html").read_text())
+    found = json.loads((folder / "report.json").read_text())
+    assert f"<code>{RECORD.command}</code>" in page
+    assert "on 2024-05-06 07:08 UTC" in page
+    assert ["scipy", "1.2.3"] in tables(page)[-1]
+    assert (found["command"], found["date"], found["versions"]) == (RECORD.command, RECORD.date, {"scipy": "1.2.3"})
+
+
+@pytest.mark.slow
+def test_several_seeds_are_one_row_with_mean_and_range(seeds):
+    page = (seeds / "index.html").read_text()
+    results, _, times, *_ = tables(page)
+    assert results[1] == ["private, epsilon 8", "2", "94.4%", "93.4 to 95.4%", "7.990", "8.750"]
+    assert [row[0] for row in results[1:]] == ["private, epsilon 8", "private, epsilon 3", "non-private &lt;b&gt;"]
+    assert times[0] == ["training", "calibration, s", "compilation, s", "training of one run, s", "examples a second"]
+    assert times[1] == ["private, epsilon 8", "2.2", "8.8", "3.8", "1,234"]
+    assert (seeds / "accuracy_by_epsilon.png").exists()
+    assert "epsilon 2.99: 75.0%; epsilon 7.99: 94.4%" in page
+    assert "Publishing the models of several runs spends more" in page
+    losses = json.loads((seeds / "report.json").read_text())["not_private"]["losses"]
+    assert list(losses)[:3] == [
+        "private, epsilon 8, seed 4",
+        "private, epsilon 8, seed 5",
+        "private, epsilon 3, seed 4",
+    ]
+
+
+def test_no_table_is_wider_than_seven_columns(seeds):
+    """Twelve did not fit into 1,200 pixels."""
+    widths = [len(row) for table in tables((seeds / "index.html").read_text()) for row in table]
+    assert min(widths) > 0
+    assert max(widths) <= 7
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 0.2), (1.0, 1e-5), (3.0, 0.0), (8.0, 1e-6)])
+def test_the_share_of_right_guesses_is_that_of_the_mechanism_that_gives_most_away(epsilon, delta):
+    """Kairouz, Oh & Viswanath's mechanism of four outcomes; the best guess is the likelier case of each."""
+    likely = (1 - delta) * math.exp(epsilon) / (1 + math.exp(epsilon))
+    present = [delta, likely, 1 - delta - likely, 0.0]
+    right = sum(max(pair) for pair in zip(present, reversed(present), strict=True)) / 2
+    run = replace(PRIVATE, epsilons={"PLD": epsilon})
+    (found,) = report._meanings([report.RunGroup([run])], delta)
+    assert found.right == pytest.approx(right, rel=1e-12)
+    assert found.factor == math.exp(epsilon)
+
+
+def test_an_infinite_epsilon_has_no_meaning():
+    groups = [report.RunGroup([replace(PRIVATE, epsilons={"PLD": epsilon})]) for epsilon in (math.inf, 1e5)]
+    assert report._meanings(groups, 1e-5) == []
+
+
+@pytest.mark.parametrize("runs", [[[0.5]], [[0.5, math.nan], [0.25, 0.75]], [[math.nan] * 3]])
+def test_accuracy_plot_takes_gaps(runs):
+    assert decoded(plots.accuracy_plot({"one": runs, "other": runs}))[0] > 0
+
+
+def test_accuracy_by_epsilon_is_drawn_without_a_baseline():
+    assert decoded(plots.accuracy_by_epsilon_plot({1.0: [0.5], 8.0: [0.7, 0.9]}))[0] > 0

@@ -1,0 +1,131 @@
+"""The site of docs/: it builds without warnings, its links lead somewhere, and its pages need no other machine."""
+
+import importlib
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import ghostclip
+
+ROOT = Path(__file__).resolve().parents[2]
+# Whose names are in the API reference.
+PUBLIC = ("", ".accounting", ".audit", ".bench", ".clipping", ".compat.opacus", ".datasets", ".engine", ".errors",
+    ".integrations.huggingface", ".integrations.lightning", ".integrations.tracking", ".ledger", ".models", ".optim",
+    ".report", ".traces")  # fmt: skip
+# Elements whose address is fetched when a page is shown; links and forms are not.
+FETCHED = {"script", "img", "iframe", "link", "source", "video", "audio", "object", "embed"}
+
+pytestmark = pytest.mark.slow
+
+
+class Page(HTMLParser):
+    """What a page of HTML links to, what it loads, and which places it has."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.links, self.loads, self.ids = path, set(), set(), set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.ids |= {values[name] for name in ("id", "name") if name in values and (name == "id" or tag == "a")}
+        for name in ("href", "src", "srcset", "data"):
+            if name in values and (tag in FETCHED or name == "href"):
+                (self.loads if tag in FETCHED else self.links).add(values[name])
+
+
+def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """mkdocs over a folder with mkdocs.yml, warnings as errors."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=config, env=quiet, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> dict[Path, Page]:
+    folder = tmp_path_factory.mktemp("site")
+    built = build(ROOT, folder)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return {path: Page(path) for path in folder.rglob("*.html")}
+
+
+def local(address: str) -> bool:
+    return not urlsplit(address).scheme and not urlsplit(address).netloc
+
+
+def test_every_page_is_there(site):
+    folder = min(site, key=lambda path: len(path.parts)).parent
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert folder / page.relative_to(ROOT / "docs").with_suffix(".html") in site
+    assert folder / "repository" / "SECURITY.html" in site
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        page = folder / "repository" / "notebooks" / f"{notebook.stem}.html"
+        assert any((page.parent / address).is_file() for address in site[page].loads if address.endswith(".png"))
+
+
+def test_links_lead_somewhere(site):
+    followed = 0
+    for page in site.values():
+        if page.path.name == "404.html":  # its addresses begin at the server's root
+            continue
+        for link in filter(local, page.links | page.loads):
+            path, anchor = unquote(urlsplit(link).path), unquote(urlsplit(link).fragment)
+            target = Path(os.path.normpath(page.path.parent / path)) if path else page.path
+            assert target.exists(), (page.path.name, link)
+            if anchor and target in site:
+                assert anchor in site[target].ids, (page.path.name, link)
+                followed += 1
+    assert followed > 100
+
+
+def test_no_page_loads_anything_from_elsewhere(site):
+    for page in site.values():
+        assert [address for address in page.loads if not local(address) and not address.startswith("data:")] == []
+        folder = page.path.parent
+        for sheet in {folder / urlsplit(each).path for each in page.loads if urlsplit(each).path.endswith(".css")}:
+            if sheet.exists():
+                assert re.findall(r"(?:url\(|@import\s)[\"']?(?:https?:)?//[^)\"']*", sheet.read_text()) == []
+
+
+def test_formulas_are_drawn_without_a_script(site):
+    (text,) = (path.read_text() for path in site if path.name == "equations.html")
+    assert text.count("<math") > 40
+    assert "arithmatex" not in text
+    assert "$" not in re.sub(r"<(pre|code|script|style)\b.*?</\1>", "", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_api_reference_has_every_public_name(name, site):
+    module = importlib.import_module(f"ghostclip{name}")
+    ids = set().union(*(page.ids for path, page in site.items() if path.parent.name == "api"))
+    for public in module.__all__:
+        named = getattr(module, public)
+        if inspect.isclass(named) or inspect.isfunction(named):
+            places = {module.__name__, named.__module__}
+            if getattr(ghostclip, public, None) is named:
+                places.add("ghostclip")
+            assert {f"{place}.{public}" for place in places} & ids, public
+
+
+@pytest.mark.parametrize("line", ["[gone](gone.md)", "[gone](../gone.md)", "[gone](#gone)", "::: ghostclip.Gone"])
+def test_a_dead_link_stops_the_build(line, tmp_path):
+    """With one page and the settings of the site."""
+    (tmp_path / "docs").mkdir()
+    for file in ("hooks.py", "site.css"):
+        shutil.copy(ROOT / "docs" / file, tmp_path / "docs")
+    shutil.copytree(ROOT / "ghostclip", tmp_path / "ghostclip", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    settings = (ROOT / "mkdocs.yml").read_text().partition("nav:\n  - Home")[0]
+    (tmp_path / "mkdocs.yml").write_text(settings)
+    page = tmp_path / "docs" / "index.md"
+    page.write_text("# Home\n")
+    assert build(tmp_path, tmp_path / "site").returncode == 0
+    page.write_text(f"# Home\n\n{line}\n")
+    assert build(tmp_path, tmp_path / "site").returncode != 0

@@ -1,0 +1,440 @@
+"""The audit: its bounds hold as often as they say, planted bugs are found, the user's model is left alone."""
+
+import copy
+import json
+import math
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from private_runs import data, losses_of, network
+from scipy.stats import binom, binomtest, norm
+from scripts import script
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from ghostclip import PrivacyEngine
+from ghostclip.audit import Bound, audit
+from ghostclip.audit.bounds import (
+    composed_false_negatives,
+    epsilon_from_rates,
+    error_bound,
+    gaussian_mu,
+    noise_from_rates,
+    one_run_epsilon,
+    one_run_p_value,
+)
+from ghostclip.audit.training import Claim, Training
+from ghostclip.audit.trials import Trials, log_ratios
+from ghostclip.audit.white_box import TrialSetting
+from ghostclip.clipping import Adaptive, PerLayer
+from ghostclip.noise import noise_source
+from ghostclip.report import plain
+from ghostclip.sampling import Poisson
+
+DELTA = 1e-5
+STANDARD = type(noise_source("standard"))
+# So sure that a test of a sound engine does not fail by chance.
+SURE = 1 - 1e-7
+
+
+def simulated(generator, count: int, noise: float, rate: float = 1.0, steps: int = 1) -> Trials:
+    """Trials of the exact mechanism."""
+    inside = generator.integers(0, 2, count).astype(bool)
+    taken = inside[:, None] & (generator.random((count, steps)) < rate)
+    seen = taken + noise * generator.standard_normal((count, steps))
+    return Trials(log_ratios(seen, rate, noise).sum(1), inside)
+
+
+def noise_found(trials: Trials, failure: float, rate: float = 1.0, steps: int = 1) -> float:
+    """The largest noise that explains the trials."""
+    rates = trials.error_rates(partial(gaussian_mu, sample_rate=rate if steps == 1 else 1.0), failure)
+    return noise_from_rates(rates.false_positive_bound, rates.false_negative_bound, rate, steps)
+
+
+@pytest.mark.parametrize(("errors", "trials"), [(0, 10), (3, 10), (10, 10), (17, 4000)])
+def test_clopper_pearson_is_scipy_s(errors, trials):
+    expected = binomtest(errors, trials).proportion_ci(confidence_level=0.9, method="exact").high
+    assert float(error_bound(errors, trials, 0.05)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_without_trials_nothing_is_known():
+    assert float(error_bound(0, 0, 0.05)) == 1.0
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 4.0])
+def test_randomized_response_shows_its_epsilon(epsilon):
+    wrong = 1 / (1 + math.exp(epsilon))
+    assert float(epsilon_from_rates(wrong, wrong, 0.0)) == pytest.approx(epsilon)
+    assert float(epsilon_from_rates(wrong, wrong, 0.01)) < epsilon
+    assert float(epsilon_from_rates(0.5, 0.6, 0.0)) == 0.0
+
+
+@pytest.mark.parametrize("threshold", [-1.0, 0.3, 2.0])
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_error_rates_of_a_gaussian_give_back_its_distance(threshold, rate):
+    mu = 1.7
+    wrong_in, wrong_out = norm.sf(threshold), (1 - rate) * norm.cdf(threshold) + rate * norm.cdf(threshold - mu)
+    assert float(gaussian_mu(wrong_in, wrong_out, rate)) == pytest.approx(mu)
+    assert noise_from_rates(wrong_in, wrong_out, rate, 1) == pytest.approx(1 / mu)
+
+
+def test_errors_of_a_blind_attack_show_nothing():
+    assert float(gaussian_mu(0.4, 0.6)) == pytest.approx(0.0)
+    assert noise_from_rates(0.5, 0.6, 1.0, 3) == math.inf
+    assert noise_from_rates(0.5, 0.6, 0.3, 3) == math.inf
+
+
+def test_errors_too_few_for_the_sampling_rate_leave_no_noise():
+    assert noise_from_rates(0.01, 0.5, 0.2, 1) == 0.0
+
+
+@pytest.mark.parametrize("false_positives", [0.001, 0.1, 0.6])
+def test_the_composed_trade_off_is_the_gaussian_s_for_full_batches(false_positives):
+    found = composed_false_negatives(false_positives, noise=2.0, sample_rate=1.0, steps=4)
+    exact = norm.cdf(norm.isf(false_positives) - math.sqrt(4) / 2.0)
+    assert exact - 2e-3 < found <= exact
+
+
+def test_the_composed_noise_is_found_from_its_own_trade_off():
+    least = composed_false_negatives(0.2, noise=1.5, sample_rate=0.25, steps=6)
+    assert 1.5 <= noise_from_rates(0.2, least, 0.25, 6) < 1.5 * 1.01
+
+
+@pytest.mark.parametrize(("rate", "steps"), [(1.0, 1), (0.3, 1), (1.0, 4)])
+@pytest.mark.slow
+def test_the_bounds_fail_no_more_often_than_they_say(rate, steps):
+    generator, failure, runs = np.random.default_rng(5), 0.1, 200
+    spent = Claim(1.0, rate, steps, DELTA).epsilon
+    wrong_noise = wrong_epsilon = 0
+    for _ in range(runs):
+        trials = simulated(generator, 500, 1.0, rate, steps)
+        wrong_noise += noise_found(trials, failure, rate, steps) < 1.0
+        direct = trials.error_rates(partial(epsilon_from_rates, delta=DELTA), failure)
+        wrong_epsilon += (
+            float(epsilon_from_rates(direct.false_positive_bound, direct.false_negative_bound, DELTA)) > spent
+        )
+    allowed = binom.isf(1e-4, runs, failure)
+    assert wrong_noise <= allowed
+    assert wrong_epsilon <= allowed
+
+
+def test_more_trials_show_more():
+    generator = np.random.default_rng(6)
+    found = [np.median([noise_found(simulated(generator, n, 1.0), 0.05) for _ in range(9)]) for n in (300, 3000, 30000)]
+    assert found[0] > found[1] > found[2] > 1.0
+    assert found[2] < 1.1
+
+
+def test_a_hundred_thousand_draws_show_more_than_80_percent():
+    trials = simulated(np.random.default_rng(7), 100_000, 1.0)
+    claim = Claim(1.0, 1.0, 1, DELTA)
+    assert 0.8 * claim.epsilon < claim.with_noise(noise_found(trials, 0.0125)) < claim.epsilon
+
+
+def test_claims_know_no_noise_and_endless_noise():
+    claim = Claim(2.0, 0.1, 10, DELTA)
+    assert claim.with_noise(0.0) == math.inf
+    assert claim.with_noise(math.inf) == 0.0
+    assert claim.with_noise(3.0) < claim.epsilon < claim.with_noise(2.0, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("canaries", "guesses", "correct", "delta", "published"),
+    # Steinke, Nasr, Jagielski 2023, as printed in appendix D and section 7.
+    [(1000, 100, 75, 1e-4, 0.673), (100_000, 1510, 1439, 1e-5, 2.675)],
+)
+def test_one_run_bounds_are_the_published_ones(canaries, guesses, correct, delta, published):
+    found = one_run_epsilon(canaries=canaries, guesses=guesses, correct=correct, delta=delta, confidence=0.95)
+    assert abs(found - published) < 1e-3
+
+
+def test_one_run_p_value_is_the_sum_written_out():
+    m, r, v, delta = 12, 9, 7, Fraction(1, 100)
+    accuracy = Fraction(3, 4)  # epsilon = log 3
+    mass = [math.comb(r, k) * accuracy**k * (1 - accuracy) ** (r - k) for k in range(r + 1)]
+    largest = max(sum(mass[v - i : v]) / i for i in range(1, v + 1))
+    expected = sum(mass[v:]) + 2 * m * delta * largest
+    found = one_run_p_value(canaries=m, guesses=r, correct=v, epsilon=math.log(3), delta=0.01)
+    assert found == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_one_run_bound_grows_with_what_is_right_and_falls_with_delta():
+    bound = partial(one_run_epsilon, canaries=500, guesses=100, confidence=0.95)
+    found = [bound(correct=v, delta=DELTA) for v in (50, 60, 80, 99, 100)]
+    assert found[0] == 0.0
+    assert sorted(found) == found
+    assert bound(correct=80, delta=1e-3) < bound(correct=80, delta=0.0)
+
+
+def test_one_run_bounds_hold_for_randomized_response():
+    generator, epsilon = np.random.default_rng(8), 1.0
+    right = generator.binomial(300, 1 / (1 + math.exp(-epsilon)), 500)
+    bounds = {v: one_run_epsilon(canaries=300, guesses=300, correct=v, delta=0, confidence=0.9) for v in set(right)}
+    assert sum(bounds[v] > epsilon for v in right) <= binom.isf(1e-4, 500, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"correct": 11}, "expected correct <= guesses <= canaries; got 11, 10 and 20"),
+        ({"delta": -0.1}, "delta must be a number in"),
+        ({"epsilon": math.nan}, "epsilon must be a finite number"),
+    ],
+)
+def test_one_run_arguments_are_checked(changes, message):
+    values = {"canaries": 20, "guesses": 10, "correct": 5, "epsilon": 1.0, "delta": 0.0, **changes}
+    with pytest.raises(ValueError, match=message):
+        one_run_p_value(**values)
+
+
+def audited(model=None, dataset=None, **changes):
+    """An audit of a small training: full batches of eight examples, one step, little noise."""
+    options = {
+        "batch_size": 8, "noise_multiplier": 0.5, "steps": 1, "draws": 600, "canaries": 0, "clipping": 2.0,
+        "confidence": 0.999,
+    }  # fmt: skip
+    model = network() if model is None else model
+    return audit(model, losses_of, data(8) if dataset is None else dataset, **options | changes)
+
+
+def clip_doubled(monkeypatch):
+    from ghostclip.clipping import flat_weights
+
+    def loose(norms, bound):
+        return flat_weights(norms, 2 * bound)
+
+    monkeypatch.setattr("ghostclip.clipping.policies.flat_weights", loose)
+
+
+def noise_changed(change):
+    """A bug in the release: what ``change`` makes of the standard deviation."""
+
+    def plant(monkeypatch):
+        release = STANDARD.release
+        monkeypatch.setattr(
+            STANDARD, "release", lambda self, sums, std, divisor=1.0: release(self, sums, change(std), divisor)
+        )
+
+    return plant
+
+
+def noise_twice(monkeypatch):
+    release = STANDARD.release
+
+    def twice(self, sums, std, divisor=1.0):
+        return release(self, release(self, sums, std, 1.0), std, divisor)
+
+    monkeypatch.setattr(STANDARD, "release", twice)
+
+
+BUGS = {
+    "clip at twice the bound": clip_doubled,
+    "sigma without C": noise_changed(lambda std: std / 2.0),
+    "no noise": noise_changed(lambda std: 0.0),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.slow
+def test_planted_bugs_are_found(monkeypatch, bug):
+    BUGS[bug](monkeypatch)
+    found = audited()
+    assert found.violated
+    assert found.verdict.startswith("VIOLATED: the audit found epsilon >= ")
+    assert found.audited > found.claimed
+
+
+def test_a_sound_engine_is_consistent_and_its_noise_is_found():
+    found = audited(confidence=0.9999)
+    assert not found.violated
+    assert found.verdict.startswith("consistent: at confidence")
+    assert 0.5 < found.white_box.noise_multiplier < 3.0
+    assert 0 < found.audited < found.claimed
+    assert len(found.white_box.curve) == 3
+    assert [point.releases for point in found.white_box.curve] == [200, 500, 600]
+
+
+@pytest.mark.slow
+def test_hardened_noise_is_audited_too():
+    pytest.importorskip("cryptography")
+    found = audited(confidence=0.9999, noise="hardened", canaries=4)
+    assert not found.violated
+    assert 0.5 < found.white_box.noise_multiplier < math.inf
+
+
+@pytest.mark.slow
+def test_noise_twice_is_no_violation_but_a_loose_bound(monkeypatch):
+    noise_twice(monkeypatch)
+    found = audited(confidence=SURE, noise_multiplier=0.25)
+    assert not found.violated
+    assert found.white_box.noise_multiplier > 0.25 * math.sqrt(2)
+
+
+@pytest.mark.slow
+def test_more_than_the_claimed_share_of_examples_is_found(monkeypatch):
+    monkeypatch.setattr(Poisson, "count", lambda self, generator: generator.binomial(self.population, 0.9))
+    found = audited(dataset=data(60), batch_size=1, noise_multiplier=0.8, draws=900)
+    assert found.white_box.sample_rate_bound > 0.85
+    assert [bound.violated for bound in found.bounds if bound.about == "training"] == [True]
+
+
+def test_one_run_of_a_sound_engine_and_of_one_without_noise(monkeypatch):
+    # So many steps that each canary is sampled in one of them: one that never is can only be guessed wrong.
+    options = {"draws": 0, "canaries": 100, "batch_size": 100, "steps": 30, "noise_multiplier": 2.0}
+    sound = audited(dataset=data(200), confidence=SURE, **options)
+    assert not sound.violated
+    assert sound.white_box is None
+    assert sound.one_run.canaries == 100
+    BUGS["no noise"](monkeypatch)
+    broken = audited(dataset=data(200), confidence=0.95, **options)
+    assert broken.one_run.correct == broken.one_run.guesses
+    assert broken.audited > sound.audited
+
+
+def test_one_run_alone_finds_what_is_far_from_its_claim(monkeypatch):
+    BUGS["no noise"](monkeypatch)
+    found = audited(dataset=data(200), draws=0, canaries=150, batch_size=100, steps=10, noise_multiplier=8.0)
+    assert [bound.method for bound in found.bounds if bound.violated] == ["one-run"]
+    assert "of the training" in found.verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"sampled": True}, {"steps_per_trial": 3}, {"sampled": True, "steps_per_trial": 3}]
+)
+def test_sampled_and_composed_trials_hold(options):
+    found = audited(dataset=data(16), confidence=SURE, noise_multiplier=0.3, **options)
+    assert not found.violated
+    assert found.white_box.sample_rate == (0.5 if "sampled" in options else 1.0)
+    assert found.white_box.trials == 600 // options.get("steps_per_trial", 1)
+    assert found.white_box.noise_multiplier > 0.3
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "expected"), [(1437, 512, (5, 14)), (100, 100, (4, 4)), (6000, 25, (1, 240))]
+)
+def test_sampled_trials_have_the_rate_of_the_training(size, batch_size, expected):
+    training = Training(network(), losses_of, data(size), batch_size, 1.0, 1)
+    setting = TrialSetting.of(training, True, 1)
+    assert setting.sample_rate == pytest.approx(training.claim.sample_rate, rel=0.01)
+    assert setting.batch_size <= 8
+    assert (setting.batch_size, setting.size) == expected
+
+
+def test_the_user_s_model_and_torch_s_numbers_are_left_alone():
+    model, dataset = network(), data(16)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    audited(model, dataset, draws=100, canaries=4, noise_multiplier=1.0)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Tanh, nn.Linear]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None and p._backward_hooks is None for p in model.parameters())
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Dictionaries(torch.utils.data.Dataset):
+    """Examples that need a collate_fn of their own."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return {"features": [float(index + 1)] * 5, "label": index % 3}
+
+
+def from_dictionaries(examples):
+    features = torch.tensor([example["features"] for example in examples])
+    return {"features": features, "labels": torch.tensor([example["label"] for example in examples])}
+
+
+@pytest.mark.slow
+def test_loaders_group_wise_clipping_and_physical_batches_are_audited():
+    loader = DataLoader(Dictionaries(), batch_size=6, collate_fn=from_dictionaries)
+
+    def losses(model, batch):
+        return F.cross_entropy(model(batch["features"]), batch["labels"], reduction="none")
+
+    found = audit(
+        network(), losses, loader, batch_size=6, noise_multiplier=1.0, steps=2, clipping=PerLayer(1.0),
+        second_pass="cached", max_physical_batch_size=3, draws=200, canaries=4,
+        optimizer=lambda parameters: torch.optim.Adam(parameters),
+    )  # fmt: skip
+    assert found.white_box.noise_multiplier > 0.8
+    assert found.one_run.canaries == 4
+
+
+def test_every_draw_is_a_step_of_the_engine(monkeypatch):
+    steps = []
+    step = PrivacyEngine.step
+    monkeypatch.setattr(PrivacyEngine, "step", lambda self, *given: steps.append(self) or step(self, *given))
+    audited(draws=120, canaries=3, steps=2)
+    assert len(steps) == 120 + 2
+
+
+def test_figures_are_plain_and_name_every_bound():
+    found = audited(dataset=data(16), draws=100, canaries=4, noise_multiplier=1.0)
+    figures = json.loads(json.dumps(plain(found.figures()), allow_nan=False))
+    assert [(bound["method"], bound["about"]) for bound in figures["bounds"]] == [
+        ("clopper-pearson", "trial"), ("gaussian", "trial"), ("gaussian", "training"), ("one-run", "training"),
+    ]  # fmt: skip
+    assert figures["white_box"]["curve"][-1]["releases"] == 100
+    assert figures["audited_epsilon"] <= figures["claimed_epsilon"]
+
+
+def test_a_bound_is_violated_above_its_claim_only():
+    assert Bound("gaussian", "trial", 1.01, 1.0).violated
+    assert not Bound("gaussian", "trial", 1.0, 1.0).violated
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draws": 99}, r"draws must be at least 100, for 20 trials and 100 releases \(or 0, .*; got 99"),
+        ({"draws": 100, "steps_per_trial": 9}, "draws must be at least 180"),
+        ({"canaries": 8}, r"canaries must be at least 2 .* fewer than the 8 examples; got 8"),
+        ({"canaries": 1}, "canaries must be at least 2"),
+        ({"noise_multiplier": 0.0}, "noise_multiplier must be a finite number > 0; got 0.0"),
+        ({"confidence": 1.0}, "confidence must be a number in"),
+        ({"batch_size": 9}, "batch_size must be at most the 8 examples; got 9"),
+        ({"clipping": Adaptive(1.0)}, "an adaptive clipping norm is released along with the gradients"),
+        ({"noise": "test"}, "noise must be one of 'standard', 'hardened'; got 'test'"),
+    ],
+)
+def test_arguments_are_checked_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        audited(**{"draws": 0, **changes})
+
+
+def test_an_option_that_no_training_has_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'noise_multiplyer'"):
+        audited(noise_multiplyer=1.0)
+
+
+@pytest.mark.slow
+def test_the_published_audits_run_and_find_the_planted_bug(tmp_path, capsys):
+    assert script("audit").main(["--draws", "600", "--only", "planted bug", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "audit.json").read_text())
+    assert results["audits"]["planted bug"]["violated"] is True
+    assert "| planted bug | gaussian | training | 8.078 |" in (tmp_path / "audit.md").read_text()
+    assert (tmp_path / "audit.png").read_bytes().startswith(b"\x89PNG")
+    assert "VIOLATED" in capsys.readouterr().out
+
+
+def test_the_published_bound_at_a_hundred_thousand_draws_is_above_80_percent():
+    root = Path(__file__).resolve().parents[2]
+    audits = json.loads((root / "experiments" / "results" / "audit.json").read_text())["audits"]
+    first = audits["one release"]
+    assert first["white_box"]["releases"] == 100_000
+    assert 0.8 * first["claimed_epsilon"] < first["audited_epsilon"] < first["claimed_epsilon"]
+    assert [name for name, found in audits.items() if found["violated"]] == ["planted bug"]
+
+
+def test_a_model_that_no_example_moves_is_reported():
+    model = nn.Sequential(nn.Linear(5, 3), nn.Hardtanh(-1e-30, 1e-30))
+    with pytest.raises(ValueError, match="none of the first 8 examples has a gradient"):
+        audited(model)

@@ -1,0 +1,95 @@
+"""The noise's law and independence by the checks of experiments/noise_statistics.py, and that these catch faults.
+
+A check fails below p = 1e-6: with the p-values of all kinds together (about 280), once in 3,500 runs of true noise.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scripts import script
+
+statistics = script("noise_statistics")
+
+
+def failures(found: dict) -> dict[str, float]:
+    return {name: min(values) for name, values in found["p"].items() if min(values) < statistics.RARE}
+
+
+@pytest.mark.parametrize(
+    "numbers", [pytest.param(20_000, id="quick"), pytest.param(1_000_000, marks=pytest.mark.slow, id="million")]
+)
+@pytest.mark.parametrize("kind", statistics.KINDS)
+def test_noise_is_gaussian_and_independent(kind: str, numbers: int) -> None:
+    found = statistics.examine(kind, numbers, 1)
+    assert {"chi-square", "Kolmogorov-Smirnov", "neighbours", "layers", "steps", "processes"} <= set(found["p"])
+    assert failures(found) == {}
+    assert found["repeated"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["standard", "hardened"])
+def test_the_tails_of_thirty_million_numbers(kind: str) -> None:
+    counts = np.zeros(3, int)
+    for _ in range(30):
+        sizes = np.abs(statistics.steps_of(kind, 250_000))
+        counts += [int((sizes > bound).sum()) for bound in (4.0, 4.5, 5.0)]
+    for bound, count in zip((4.0, 4.5, 5.0), counts, strict=True):
+        expected = 2 * statistics.stats.norm.sf(bound)
+        assert statistics.stats.binomtest(int(count), 30_000_000, expected).pvalue > statistics.RARE
+
+
+def gaussian(size: int = 100_000) -> np.ndarray:
+    return np.random.default_rng().standard_normal(size)
+
+
+@pytest.mark.parametrize(
+    ("fault", "caught_by"),
+    [
+        (lambda numbers: 1.03 * numbers, "variance"),
+        (lambda numbers: numbers + 0.03, "mean"),
+        (lambda numbers: numbers.clip(-2.9, 2.9), "beyond 3"),
+        (lambda numbers: np.where(np.abs(numbers) < 0.05, 0.0, numbers), "chi-square"),
+        (lambda numbers: np.sign(numbers) * np.abs(numbers) ** 1.1, "Kolmogorov-Smirnov"),
+    ],
+)
+def test_a_wrong_law_is_caught(fault: object, caught_by: str) -> None:
+    assert statistics.law("standard", fault(gaussian()))[caught_by] < statistics.RARE
+
+
+def test_a_lattice_whose_points_are_not_all_used_is_caught() -> None:
+    even = np.rint(gaussian() / (2 * statistics.STEP)) * 2 * statistics.STEP
+    assert statistics.law("hardened", even)["residues"] < statistics.RARE
+    whole = np.rint(gaussian() / statistics.STEP) * statistics.STEP
+    assert min(statistics.law("hardened", whole).values()) > statistics.RARE
+
+
+def test_noise_that_is_not_independent_is_caught() -> None:
+    drawn, other = gaussian(80_000).reshape(2, 2, 20_000), gaussian(20_000)
+    assert min(p for some in statistics.independence(drawn, other).values() for p in some) > statistics.RARE
+    same_steps = np.stack([drawn[0], drawn[0]])
+    same_sizes = np.stack([np.stack([drawn[0, 0], -drawn[0, 0]]), drawn[1]])
+    assert min(statistics.independence(same_steps, other)["steps"]) < statistics.RARE
+    assert min(statistics.independence(same_sizes, other)["layers"]) < statistics.RARE
+    assert min(statistics.independence(drawn, drawn[1, 0])["processes"]) < statistics.RARE
+    held = np.repeat(drawn[0, 0], 2)[:20_000]
+    assert min(statistics.independence(np.stack([[held, other], drawn[1]]), other)["neighbours"]) < statistics.RARE
+
+
+def test_a_sequence_that_comes_again_is_caught() -> None:
+    drawn = gaussian(80_000).reshape(2, 2, 20_000)
+    assert statistics.repeated(drawn) == 0
+    drawn[1, 1, 4000:4024] = drawn[0, 0, 16:40]
+    assert statistics.repeated(drawn) == 3
+
+
+@pytest.mark.slow
+def test_the_script_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert statistics.main(["--numbers", "2000", "--repeats", "1", "--seconds", "0.1", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "noise_statistics.json").read_text())
+    assert set(results["kinds"]) == set(results["summary"]["least"]) == set(statistics.KINDS)
+    assert results["summary"]["failures"] == 0
+    assert results["costs"]["cnn_share"]["hardened"]["median"] > 0
+    assert (tmp_path / "noise_statistics.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "noise_statistics.md").read_text() in capsys.readouterr().out
