@@ -270,8 +270,7 @@ class PrivacyEngine(OpacusNames):
     def compile(self) -> None:
         """Lets later calls of `step` run as a compiled graph, where the model allows it and the graph is faster.
 
-        A graph holds the forward and both passes of a physical batch. `GhostClipper.clip` lists the conditions on the
-        loss. Raises ValueError for what a graph isn't made for.
+        A graph holds the forward and both passes of a physical batch; `GhostClipper.clip` lists its conditions.
         """
         if self.schedule is not None:
             raise ValueError(

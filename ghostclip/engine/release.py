@@ -193,10 +193,6 @@ class Release:
         if self.ranks.size > 1:
             self.ranks.agree({"same": {"whether the batch is discarded": discarded}}, last=discarded)
 
-    def tell(self, failure: Exception) -> None:
-        """Other ranks may wait in their step for what this one has to say."""
-        self.ranks.tell(failure)
-
     def detach(self) -> None:
         """Takes the hooks off the optimizer."""
         for undo in self._undo:

@@ -55,8 +55,6 @@ class LogicalStep:
         self._sums, self._scaling = release.sums, release.scaling
         self._self_check = release.self_check = SelfCheck(self._clipper, self._optimizer, self_check)
         self._weighs_jointly = may_weigh_jointly(self._clipper.clipping)
-        # Forward and passes: `clip`, or by a compiled graph.
-        self._clip: Callable[[LossFunction, Piece], ClippingResult] = self.clip
         # As a `BatchOwner`.
         self.ready, self.begin = release.ready, release.begin
 
@@ -64,12 +62,12 @@ class LogicalStep:
         self, batch: LogicalBatch, loss_fn: LossFunction, batch_index: BatchIndexOf = None
     ) -> list[ClippingResult]:
         """The step of a logical batch that `start` has checked; returns what was clipped of each physical batch."""
-        results = []
+        clip, results = self.clip if self._clipper.compiled is None else self._clip_compiled, []
         for examples in batch.physical():
             whole = self._before(batch, loss_fn, examples, batch_index)
             for piece in self.micro_batches.pieces(whole):  # one, unless memory runs out
                 with piece:
-                    results.append(self._clip(loss_fn, piece))  # losses, norms, weights, clipped sums
+                    results.append(clip(loss_fn, piece))  # losses, norms, weights, clipped sums
         self.release.update()  # charge, noise, optimizer.step()
         self._optimizer.zero_grad()
         return results
@@ -191,7 +189,7 @@ class LogicalStep:
             _check_batch_index(
                 batch_index,
                 {
-                    "compile()": self._is_compiled,
+                    "compile()": self._clipper.compiled is not None,
                     "unit_ids": any(users is not None for users in batch.users),
                     'max_physical_batch_size="auto"': self.micro_batches.is_open,
                 },
@@ -206,7 +204,7 @@ class LogicalStep:
     def abandon(self, failure: BaseException) -> None:
         """Ends the logical batch after a failure wherever in its step: nothing stands in the way of the next one."""
         if isinstance(failure, Exception):
-            self.release.tell(failure)
+            self.release.ranks.tell(failure)
         self.begin(None)
         if self._sums.is_released():
             self._sums.drop_gradients()
@@ -238,7 +236,7 @@ class LogicalStep:
         self, path: str | os.PathLike[str] | None, every: int = 1, steps: Callable[[], int] = int
     ) -> StepTrace | None:
         """Ends the trace there is, and begins one where ``path`` says; see `PrivacyEngine.trace` and `StepTrace`."""
-        if path is not None and self._is_compiled:
+        if path is not None and self._clipper.compiled is not None:
             raise ValueError(TRACED_AND_COMPILED)
         if path is not None and self._clipper.sharding.sharded:
             raise ValueError("trace() and fully_shard don't go together: no rank has whole sums; leave one of them out")
@@ -258,11 +256,6 @@ class LogicalStep:
         if self.release.trace is not None:
             raise ValueError(TRACED_AND_COMPILED)
         self._clipper.compile(expected=self.release.terms.batch_size, largest=largest)
-        self._clip = self._clip_compiled
-
-    @property
-    def _is_compiled(self) -> bool:
-        return self._clipper.compiled is not None
 
     def check_between(self, caller: str) -> None:
         """Raises PrivacyError when a logical batch is half done; else the model has the optimizer's own parameters."""
