@@ -2620,6 +2620,13 @@ BY_MARKS = [
         (*PARTS, "spread_over_all_levels"),
     ),
     Mutant(
+        "a layer with no finite row is shared whatever it was given",
+        SEARCH,
+        " and (given or not found.unread):\n",
+        " and not found.unread:\n",
+        ("tests/clipper/test_nonfinite_shared.py", "-k", "attention"),
+    ),
+    Mutant(
         "inputs of blocks that are computed again are held",
         FIRST,
         "hold=not again and self._keep_of",

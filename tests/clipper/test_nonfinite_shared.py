@@ -54,6 +54,17 @@ def _places(use: Any) -> Callable[[], nn.Module]:
     return lambda: Wired(wiring, body=nn.Linear(5, 6), place=nn.Embedding(9, 6), head=nn.Linear(6, 2))
 
 
+def _attended() -> nn.Module:
+    """Attention over a single position, which gives queries and keys no gradient, or none that is finite."""
+
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        h = m.body(x) + m.place(torch.arange(1))
+        return m.head(h + F.scaled_dot_product_attention(m.query(h), m.key(h), m.value(h)))
+
+    layers = {name: nn.Linear(6, 6) for name in ("query", "key", "value")}
+    return Wired(wiring, body=nn.Linear(5, 6), place=nn.Embedding(1, 6), head=nn.Linear(6, 2), **layers)
+
+
 # name: (model, shape of an example)
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "matrix": (_bare(lambda m, x: torch.tanh(m.layer(x) @ m.p), p=(5, 8)), (5,)),
@@ -62,6 +73,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "F.linear": (_bare(lambda m, x: torch.tanh(F.linear(m.layer(x), m.p, m.q)), p=(8, 5), q=(8,)), (4, 5)),
     "positions [T] added": (_places(lambda h, place: h + place), (4, 5)),
     "positions [T] repeated": (_places(lambda h, place: h + place.repeat(len(h), 1, 1)), (4, 5)),
+    "one position, then attention": (_attended, (1, 5)),
     "positions as a parameter": (_bare(lambda m, x: m.layer(torch.sin(x + m.p)), p=(4, 5)), (4, 5)),
     "positions by index": (
         _bare(lambda m, x: torch.tanh(m.layer(x) + m.p[torch.arange(20) % 11].view(4, 5)), p=(11,)), (4, 5)),

@@ -39,7 +39,8 @@ __all__ = [
 class Doubt(enum.Enum):
     """Which rows that may have several owners (`Owned.open`) are taken for shared.
 
-    All of them; those in no order, and those of which none is finite; or none.
+    All of them; those in no order, and those of which none is finite, but for layers that were given a tensor that the
+    graph has; or none.
     """
 
     ALL = enum.auto()
@@ -134,7 +135,8 @@ def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
     """Whether several examples have a part in its rows, or may have (`Owned.open`) and ``doubt`` says so."""
     if found.is_shared or doubt is Doubt.NOTHING or found.zero or not found.open:
         return found.is_shared
-    if doubt is Doubt.IRREGULAR and found.is_regular and not found.unread:
+    given = isinstance(subject, LayerCall) and bool(subject.sources)
+    if doubt is Doubt.IRREGULAR and found.is_regular and (given or not found.unread):
         return False
     if not isinstance(subject, LayerCall):
         return True
@@ -142,7 +144,7 @@ def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
     if found.unread or (not found.is_regular and not found.shown):
         return True
     # A layer that was given examples was given them in rows.
-    return not subject.sources and subject.layer.reads_indices
+    return not given and subject.layer.reads_indices
 
 
 def _boundaries(
