@@ -1987,8 +1987,8 @@ OF_COMPANY = [
     Mutant(
         "what was not compared counts as compared",
         CUTTING,
-        "key in self._largest and _largest(",
-        "key not in self._largest or _largest(",
+        "if key not in self._largest or any(",
+        "if key in self._largest and any(",
         (*COLLATED, "-k", "one_long_text"),
     ),
     Mutant(

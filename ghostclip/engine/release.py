@@ -98,7 +98,7 @@ class Release:
         self.noise_shares()  # which refuses standard deviations that don't fit the noise multiplier
         self.sensitivity = 0.0
         self.batch: LogicalBatch | None = None
-        # The state in which the last one ended, which isn't held itself: it holds the workers of its data loader.
+        # How the last one ended, until the next begins. It isn't held itself: it holds the workers of its data loader.
         self._ended: BatchState | None = None
         self._undo = [
             optimizer.register_step_pre_hook(self._before_step).remove,
@@ -138,8 +138,9 @@ class Release:
         """A logical batch starts, or none: what an earlier one gathered and didn't release is discarded."""
         self.discard()
         self.clipper.sharding.reshard()
-        if self.batch is not None:
-            self._end(BatchState.LEFT if self.batch.state.is_open else BatchState.STEPPED)
+        left, charged = self.lacks_step, self.state is BatchState.CHARGED
+        self._end(BatchState.LEFT if left else BatchState.CHARGED if charged else BatchState.STEPPED)
+        self._ended = BatchState.LEFT if left else None
         self.ranks.begin()
         if batch is not None:
             if self.clipper.sharding.sharded:

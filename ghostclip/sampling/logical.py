@@ -147,7 +147,9 @@ class LogicalBatch:
     def _hand_out(self) -> Iterator[Any]:
         try:
             for _ in self.sizes:
-                examples = self.passed(self._load())
+                examples = self._load()
+                if self._functions:
+                    examples = self.passed(examples)
                 self.handed += 1
                 yield examples
         except BaseException as end:
