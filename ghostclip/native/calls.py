@@ -62,11 +62,7 @@ def function(source: str, name: str, dtype: torch.dtype) -> Callable[..., int]:
 
 def run(source: str, name: str, dtype: torch.dtype, arguments: tuple[Any, ...]) -> int:
     """Calls a function for numbers of that type; tensors go as pointers, None as null, integers as C's long."""
-    return _called(function(source, name, dtype), *map(_as_word, arguments))
-
-
-def _called(function: Callable[..., int], *words: int) -> int:
-    return function(*map(ctypes.c_ssize_t, words))
+    return function(source, name, dtype)(*map(ctypes.c_ssize_t, _words(arguments)))
 
 
 def run_examples(
@@ -87,12 +83,12 @@ def share_out(function: Callable[..., int], size: int, unit: int, work: int, arg
     Parts begin at multiples of ``unit``, and are shared among torch's threads where these can be had and ``work``
     multiplications are many. Numbers that aren't whole go as their bits.
     """
-    words, threads = [*map(_as_word, arguments)], torch.get_num_threads()
+    words, threads = _words(arguments), torch.get_num_threads()
     blocks = -(-size // unit)
     shares = max(1, min(threads, blocks, work // SHARE))
     runtime = None if shares == 1 or _forks.lost_threads else _runtime()
     if runtime is None:
-        return bool(_called(function, *words, 0, size))
+        return bool(function(*map(ctypes.c_ssize_t, (*words, 0, size))))
     share = library("share")
     assert share is not None
     assert len(words) <= MOST_WORDS
@@ -105,16 +101,21 @@ def share_out(function: Callable[..., int], size: int, unit: int, work: int, arg
     ))  # fmt: skip
 
 
-def _as_word(value: Tensor | float | None) -> int:
-    if isinstance(value, int):
-        return value
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    if isinstance(value, float):
-        return struct.unpack("q", struct.pack("d", value))[0]
-    if value is None:
-        return 0
-    raise TypeError(f"expected a tensor, a number or None; got {type(value).__name__}")
+def _words(arguments: tuple[Any, ...]) -> list[int]:
+    """What C is given, as whole numbers: tensors by their addresses, other numbers by their bits, None as 0."""
+    words = []
+    for value in arguments:
+        if isinstance(value, int):
+            words.append(value)
+        elif isinstance(value, Tensor):
+            words.append(value.data_ptr())
+        elif isinstance(value, float):
+            words.append(struct.unpack("q", struct.pack("d", value))[0])
+        elif value is None:
+            words.append(0)
+        else:
+            raise TypeError(f"expected a tensor, a number or None; got {type(value).__name__}")
+    return words
 
 
 @functools.cache

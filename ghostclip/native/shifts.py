@@ -7,6 +7,8 @@ fastest of torch's ways where places are many and weights few.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -46,15 +48,11 @@ def shifted_products(
     """
     images, grads = images.contiguous(), grads.contiguous()
     found = _shapes(images, grads, kernel, keep)
-    sizes = [_in_plane(each) for each in (images.shape[2:], grads.shape[2:], kernel)]
-    sizes += [_in_plane(padding, 0), _in_plane(dilation), _in_plane(stride)]
+    sizes = [images.shape[2:], grads.shape[2:], kernel, padding, dilation, stride]
+    if len(kernel) == 1:  # a line is a picture of one row, with nothing above and below
+        sizes = [(of_row, *of_line) for of_row, of_line in zip((1, 1, 1, 0, 1, 1), sizes, strict=True)]
     channels = images.shape[1], grads.shape[1]
     work = grads.numel() * images.shape[1] * torch.Size(kernel).numel()
-    arguments = (images, grads, found[0], found[1] if keep else None, *channels, *(n for axes in sizes for n in axes))
+    arguments = (images, grads, found[0], found[1] if keep else None, *channels, *itertools.chain(*sizes))
     run_examples("shifts", "shifts", grads.dtype, len(grads), work, arguments)
     return found
-
-
-def _in_plane(sizes: Sizes, of_one_row: int = 1) -> Sizes:
-    """What a convolution has along two axes: as it is, or for a line, which is a picture of one row."""
-    return (of_one_row, *sizes) if len(sizes) == 1 else tuple(sizes)

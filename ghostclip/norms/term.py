@@ -7,6 +7,8 @@ and clipped sums is then written once per shape, as tensor functions.
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,7 +101,7 @@ class PerExampleGrads(ABC):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors this term holds on to; they have the examples (times groups) in dimension 0."""
-        return tuple([each for name in self.TENSORS if (each := getattr(self, name)) is not None])
+        return tuple(filter(_is_there, map(self.__getattribute__, self.TENSORS)))
 
     @property
     def nbytes(self) -> int:
@@ -165,6 +167,10 @@ class PerExampleGrads(ABC):
     @abstractmethod
     def split_rows(self, count: int, row_order: str) -> PerExampleGrads:
         """The term of B/count examples when each had ``count`` rows: in "example" order (b k) or "row" order (k b)."""
+
+
+# None for tensors that a term doesn't have.
+_is_there = functools.partial(operator.is_not, None)
 
 
 def size_class(examples: int) -> int:

@@ -76,10 +76,9 @@ def test_more_work_is_shared_among_as_many_as_it_is_worth(monkeypatch):
 
 
 def test_numbers_that_are_not_whole_go_as_their_bits():
-    assert calls._as_word(1.0) == 0x3FF0000000000000
-    assert calls._as_word(None) == 0
+    assert calls._words((1.0, None, 7)) == [0x3FF0000000000000, 0, 7]
     with pytest.raises(TypeError, match="expected a tensor, a number or None; got str"):
-        calls._as_word("1")
+        calls._words(("1",))
 
 
 @both_kinds
