@@ -19,7 +19,10 @@ from torch.optim import Optimizer
 
 from ghostclip.errors import PrivacyError
 
-__all__ = ["LossScaling", "show_scaling"]
+__all__ = ["SCALED", "LossScaling", "show_scaling"]
+
+# What a GradScaler leaves on an optimizer that is told of the scale.
+SCALED = frozenset(("grad_scale", "found_inf"))
 
 # The most that the passes scale by beside a GradScaler, whose own first scale is meant for means over a batch: the
 # loss of one example is hundreds of times as large.
@@ -100,21 +103,18 @@ class LossScaling:
         return any(f is not None and f.dim() == 0 and f.item() == self._scaler.get_scale() for f in factors)
 
     def before_step(self) -> None:
-        """Makes sure that nothing scales the private gradient any more; to be called in the optimizer's pre-hook.
+        """Makes sure that nothing scales the private gradient any more; for an optimizer that has one of `SCALED`.
 
         Raises:
             PrivacyError: a GradScaler that the engine doesn't know called the step.
         """
         marks = vars(self._optimizer)
-        if "grad_scale" not in marks and "found_inf" not in marks:
-            return
         if self._scaler is not None and marks.get("grad_scale") is None:
             if "found_inf" in marks:
                 # Kernels that skip a step by themselves look here; there is nothing to skip.
                 marks["found_inf"] = None
             return
-        # A GradScaler leaves them on an optimizer that is told of the scale.
-        found = [marks.pop(name, None) for name in ("grad_scale", "found_inf")]
+        found = [marks.pop(name, None) for name in SCALED]
         if any(mark is not None for mark in found):
             raise PrivacyError(
                 "a GradScaler called this step; it would scale the noise or the clipped sum, not both, and skip steps "

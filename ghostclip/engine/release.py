@@ -12,7 +12,7 @@ from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import Composed, GlobalNoise
 from ghostclip.engine.adaptation import Adaptation, adapts
 from ghostclip.engine.distributed import Ranks
-from ghostclip.engine.loss_scaling import LossScaling, show_scaling
+from ghostclip.engine.loss_scaling import SCALED, LossScaling, show_scaling
 from ghostclip.engine.micro_batching import MicroBatches
 from ghostclip.engine.optimizers import held_parameters, with_closure
 from ghostclip.engine.readable import ReadableExamples
@@ -24,6 +24,7 @@ from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.noise import Noise
 from ghostclip.sampling import BatchState, LogicalBatch
 from ghostclip.self_check import SelfCheck
+from ghostclip.sharding.detection import is_distributed
 from ghostclip.traces import StepTrace
 
 __all__ = ["Release", "refuse_second_engine"]
@@ -260,7 +261,7 @@ class Release:
             held = self._check(batch)
             if self.ranks.size > 1:
                 self._agree(held)
-            else:
+            elif is_distributed():
                 self.ranks.check_alone()
             self.charge(self.terms)
             batch.state = BatchState.CHARGED
@@ -301,7 +302,8 @@ class Release:
         held = held_parameters(self._owned, self.optimizer)
         self.updates.check_model()
         self.updates.check_written()
-        self.scaling.before_step()
+        if not SCALED.isdisjoint(vars(self.optimizer)):
+            self.scaling.before_step()
         self.sums.check()
         return held
 
