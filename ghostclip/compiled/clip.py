@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,6 +49,7 @@ class GraphPlan:
         structure: of losses, norms and weights, of which the latter may be by group.
         present: for each trained parameter, whether its sum is among the graph's outputs.
         trial: of graph and eager.
+        batches: how many came for it.
     """
 
     kept: list[Any] = field(default_factory=list)
@@ -58,6 +58,7 @@ class GraphPlan:
     structure: TreeSpec | None = None
     present: list[bool] = field(default_factory=list)
     trial: Trial = field(default_factory=Trial)
+    batches: int = 0
 
     def run(self, asked: CompileRequest, keep: Tensor) -> Clipped | None:
         """The graph's result, without the rows that were padding; None when a norm or a loss isn't finite.
@@ -105,7 +106,6 @@ class CompiledClip:
     refusals: list[str] = field(default_factory=list)
     _plans: dict[tuple, GraphPlan] = field(default_factory=dict)
     _kept_rows: dict[tuple, Tensor] = field(default_factory=dict)
-    _batches: Counter[tuple] = field(default_factory=Counter)
     _failures: int = 0
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class CompiledClip:
         """
         asked = self.ask(loss_fn, batch)
         plan = None if asked is None else self._plans.get(asked.key)
-        if asked is None or self.passes.measures_next or (plan is not None and self._is_due(asked.key)):
+        if asked is None or self.passes.measures_next or (plan is not None and self._is_due(plan)):
             return self.eager(loss_fn, batch)
         if plan is None:
             result = self.eager(loss_fn, batch)
@@ -136,10 +136,10 @@ class CompiledClip:
             return self._try(plan, loss_fn, batch, asked)
         return plan.run(asked, self.keep_rows(asked)) or self.eager(loss_fn, batch)
 
-    def _is_due(self, key: tuple) -> bool:
+    def _is_due(self, plan: GraphPlan) -> bool:
         """Whether a batch runs eagerly, for ownership to be measured, which no graph does."""
-        self._batches[key] += 1
-        self.passes.measures_next = self._batches[key] % MEASURED == 0
+        plan.batches += 1
+        self.passes.measures_next = plan.batches % MEASURED == 0
         return self.passes.measures_next
 
     def eager(self, loss_fn: LossFunction, batch: Any) -> Clipped:
