@@ -246,7 +246,7 @@ def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: b
     uses, owned, region, examples = batch.uses, found.owned, found.region, len(batch.losses)
     reads = any(not call.sources and owned[call].rows is not None for call in uses.calls)
     if region is None or region.shown or not reads:  # else the next batch may show more
-        structure.shared = KnownShared.of(uses, region)
+        structure.shared = KnownShared.of(uses, owned, region)
     boundaries = () if region is None else region.boundaries
     subjects: list[Subject] = [*uses.calls, *(boundary.edge for boundary in boundaries)]
     seen = [owned[subject] for subject in subjects if not (owned[subject].zero or subject in found.tables)]
@@ -267,7 +267,7 @@ def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: b
         [None if call in found.tables else owned[call].rows or Rows(call.batch_dim, "example") for call in uses.calls],
         [number for number, call in enumerate(uses.calls) if owned[call].zero],
         [(uses.places[node], number) for node, number in _silent_edges(batch.losses, at)],
-        KnownShared.of(uses, region),
+        KnownShared.of(uses, owned, region),
         [boundary.rows for boundary in boundaries],
         moves,
         max(examples, 0 if before is None else before.largest),

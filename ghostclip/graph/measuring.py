@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
+from ghostclip.graph.nodes import Edge
 from ghostclip.graph.overwritten import FindForward, check_shared
 from ghostclip.graph.owners import Gradients, Owned, Subject, owners
 from ghostclip.graph.parameter_names import ParameterNames
@@ -107,7 +108,7 @@ def in_part(batch: Batch, known: KnownShared, hold: bool) -> Measured | None:
     uses, edges = batch.uses, known.edges(batch.uses)
     silent = [(uses.nodes[place], number) for place, number in known.silent]
     gradients: Gradients | None = {} if hold and not batch.half else None
-    owned = _owners(batch, uses.calls, [*edges, *silent], gradients)
+    owned = _owners(batch, uses.calls, [*edges, *silent], known.dims(uses), gradients)
     tables = {uses.calls[number] for number in known.tables}
     read: list[Subject] = [*(call for call in uses.calls if call not in tables), *edges]
     found = [owned[each] for each in read]
@@ -121,10 +122,11 @@ def in_part(batch: Batch, known: KnownShared, hold: bool) -> Measured | None:
 
 
 def _owners(
-    batch: Batch, calls: Sequence[LayerCall], edges: Sequence[tuple[object, int]], gradients: Gradients | None = None
-) -> dict[Subject, Owned]:
+    batch: Batch, calls: Sequence[LayerCall], edges: Sequence[Edge], known: Mapping[Subject, int] | None = None,
+    gradients: Gradients | None = None,
+) -> dict[Subject, Owned]:  # fmt: skip
     leaves = [node.variable for node in batch.uses.leaves]
-    return owners(batch.losses, calls, edges, leaves, batch.indices, batch.half, gradients)
+    return owners(batch.losses, calls, edges, leaves, batch.indices, batch.half, known, gradients)
 
 
 def _shared_by_all(batch: Batch, owned: Mapping[Subject, Owned]) -> SharedSubgraph | None:

@@ -16,13 +16,14 @@ come out multiplied with any one power of two. Three examples, and a layer that 
 
 So two backwards, a plain one and a marked one, show for every row whether it belongs to the example that it should
 belong to if the rows are in order (three, for more examples than there are marks). Where it doesn't, the marks that it
-came out with show whose it is, and one more backward under other marks confirms it.
+came out with show whose it is, and one more backward under other marks confirms it: of the mean of two examples' rows,
+1/2 * (1/8 + 1/2) = 5/16, nobody is the owner, but under marks that differ more it looks like half of the larger one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +42,8 @@ __all__ = ["Gradients", "Owned", "Rows", "Subject", "owners", "rows_in_order"]
 Subject = LayerCall | Edge
 # {(subject, dimension): `numbers` of the rows along it, [2, rows]; of n backwards, [n, 2, rows]}.
 Found = dict[tuple[Subject, int], Tensor]
+# {subject: the dimensions that may hold examples, the likeliest first}.
+Dims = Mapping[Subject, Sequence[int]]
 # {subject: what a layer remembered (of a tensor nothing), and the gradient} of a backward that started from ones.
 Gradients = dict[Subject, tuple[tuple[Tensor, ...], Tensor]]
 
@@ -115,7 +118,8 @@ class Owned:
 
 def owners(
     losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge] = (), leaves: Sequence[Tensor] = (),
-    indices: Sequence[RowIndex] = (), half: bool = False, gradients: Gradients | None = None,
+    indices: Sequence[RowIndex] = (), half: bool = False, known: Mapping[Subject, int] | None = None,
+    gradients: Gradients | None = None,
 ) -> dict[Subject, Owned]:  # fmt: skip
     """Whose the rows are of the gradients at ``calls`` and ``edges``; the graph is kept.
 
@@ -126,17 +130,19 @@ def owners(
         leaves: parameters that are used outside of layers, to which these backwards must go, too.
         indices: orders in which rows may be, beside those of `rows_in_order`.
         half: whether some operation computes in float16.
+        known: the dimensions that had the examples in an earlier batch, alone of which numbers are taken.
         gradients: takes those of the plain backward, in the order in which they come; None: they aren't held.
     """
     subjects: list[Subject] = [*calls, *edges]
-    sized, examples = subjects[: len(calls)] or subjects, len(losses)
-    backward = functools.partial(_backward, losses, calls, edges, leaves)
+    dims, examples = {each: _dims(each, known or {}) for each in subjects}, len(losses)
+    sized = {each: dims[each][0] for each in subjects[: len(calls)] or subjects}
+    backward = functools.partial(_backward, losses, calls, dims, leaves)
     way = Marks.of_half(_largest(sized, backward(torch.ones_like(losses))), losses.dtype) if half else Marks()
     plain = backward(torch.full_like(losses, way.plain), gradients)
     sizes = None if half else _sizes(sized, plain, examples)
     marks = way.drawn_apart(losses, sizes)
-    measured = _Measured(way, plain, marks, _stacked([backward(each) for each in marks]), examples)
-    found = {subject: measured.in_order(subject, indices) for subject in subjects}
+    measured = _Measured(way, dims, plain, marks, _stacked([backward(each) for each in marks]), examples)
+    found = {subject: measured.in_order(subject, indices) for subject in dims}
     if None in found.values():
         again = way.drawn(losses, sizes)[None]
         measured.add(again, _stacked([backward(each) for each in again]))
@@ -151,18 +157,22 @@ def rows_in_order(size: int, examples: int) -> list[str]:
 
 
 def _backward(
-    losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge], leaves: Sequence[Tensor], seed: Tensor,
+    losses: Tensor, calls: Sequence[LayerCall], dims: Dims, leaves: Sequence[Tensor], seed: Tensor,
     gradients: Gradients | None = None,
 ) -> Found:  # fmt: skip
     """The numbers of all gradients in a backward that starts from ``seed`` [B]; ``gradients`` gets these, too."""
     found: Found = {}
 
     def see(subject: Subject, inputs: tuple[Tensor, ...], grad: Tensor | None) -> None:
-        if grad is not None:
-            _note(found, subject, grad)
-            if gradients is not None:
-                gradients[subject] = inputs, grad
+        if grad is None:
+            return
+        own = dims[subject]
+        by_dim: Any = numbers_by_dim(grad) if len(own) > 1 else {own[0]: numbers(grad, own[0])}
+        found.update({(subject, dim): by_dim[dim] for dim in own})
+        if gradients is not None:
+            gradients[subject] = inputs, grad
 
+    edges = [subject for subject in dims if not isinstance(subject, LayerCall)]
     hooks = [edge[0].register_prehook(lambda grads, edge=edge: see(edge, (), grads[edge[1]])) for edge in edges]
     try:
         with without_hooks(leaves):
@@ -170,25 +180,19 @@ def _backward(
     finally:
         for hook in hooks:
             hook.remove()
-    subjects: list[Subject] = [*calls, *edges]
-    for key in [(subject, dim) for subject in subjects for dim in _dims(subject)]:
+    for key in [(subject, dim) for subject, own in dims.items() for dim in own]:
         found.setdefault(key, torch.zeros((), device=losses.device).expand(2, _size(*key)))
     return found
-
-
-def _note(found: Found, subject: Subject, grad: Tensor) -> None:
-    """Adds the numbers of a gradient."""
-    dims = _dims(subject)
-    by_dim: Any = numbers_by_dim(grad) if len(dims) > 1 else {dims[0]: numbers(grad, dims[0])}
-    found.update({(subject, dim): by_dim[dim] for dim in dims})
 
 
 def _stacked(found: Sequence[Found]) -> Found:
     return {key: torch.stack([each[key] for each in found]) for key in found[0]}
 
 
-def _dims(subject: Subject) -> Sequence[int]:
-    """The dimensions that may hold examples, the likeliest first."""
+def _dims(subject: Subject, known: Mapping[Subject, int]) -> Sequence[int]:
+    """The dimensions that may hold examples, the likeliest first; the one that is known alone."""
+    if subject in known:
+        return [known[subject]]
     if not isinstance(subject, LayerCall):
         return range(max(1, len(shape_of(subject))))
     dims = subject.layer.example_dims(subject) or [subject.batch_dim]
@@ -199,16 +203,16 @@ def _size(subject: Subject, dim: int) -> int:
     return (*(subject.shape if isinstance(subject, LayerCall) else shape_of(subject)), 1)[dim]
 
 
-def _sizes(subjects: Sequence[Subject], plain: Found, examples: int) -> Tensor | None:
+def _sizes(subjects: Mapping[Subject, int], plain: Found, examples: int) -> Tensor | None:
     """[n, B], about how large each example's gradients are at subjects whose rows may be in order; None without any."""
-    found = [plain[subject, _dims(subject)[0]][0] for subject in subjects]
+    found = [plain[key][0] for key in subjects.items()]
     found = [each.double().view(examples, -1).amax(1) for each in found if len(each) and not len(each) % examples]
     return torch.stack(found) if found else None
 
 
-def _largest(subjects: Sequence[Subject], plain: Found) -> float:
+def _largest(subjects: Mapping[Subject, int], plain: Found) -> float:
     """The largest entry of all gradients that is finite; 0 where none is."""
-    found = [plain[subject, _dims(subject)[0]][0] for subject in subjects]
+    found = [plain[key][0] for key in subjects.items()]
     return max([float(each.nan_to_num(0, 0, 0).max()) for each in found if len(each)], default=0.0)
 
 
@@ -218,6 +222,7 @@ class _Measured:
 
     Attributes:
         way: whose marks they are.
+        dims: of each subject, the dimensions that may hold examples.
         plain: numbers in the plain backward.
         marks: that the others started from, [n, B].
         seen: numbers in these.
@@ -225,6 +230,7 @@ class _Measured:
     """
 
     way: Marks
+    dims: Dims
     plain: Found
     marks: Tensor
     seen: Found
@@ -237,7 +243,7 @@ class _Measured:
 
     def in_order(self, subject: Subject, indices: Sequence[RowIndex]) -> Owned | None:
         """What a subject's rows are if they are in order, or in that of an index; None where they are not."""
-        first = subject, _dims(subject)[0]
+        first = subject, self.dims[subject][0]
         zero = not bool(self.plain[first][0].any() or self.seen[first][:, 0].any())
         found = []
         for rows in self._candidates(subject, indices):
@@ -256,14 +262,14 @@ class _Measured:
 
     def _candidates(self, subject: Subject, indices: Sequence[RowIndex]) -> Iterator[Rows]:
         """What a subject's rows may be."""
-        for dim in _dims(subject):
+        for dim in self.dims[subject]:
             size = _size(subject, dim)
             yield from (Rows(dim, order) for order in rows_in_order(size, self.examples))
             yield from (Rows(dim, index) for index in indices if len(index) == size)
 
     def in_any_order(self, subject: Subject) -> Owned:
         """Whose a subject's rows are, by the marks that they came out with, along the dimension that shows most."""
-        found = [self._one_by_one(subject, dim) for dim in _dims(subject)]
+        found = [self._one_by_one(subject, dim) for dim in self.dims[subject]]
         best = max([each for each in found if each is not None], key=lambda each: each.examples, default=Owned(None))
         # Where no row is finite, all are taken to be in order, if they can be: each example has what isn't finite.
         return next((Owned(rows) for rows in self._candidates(subject, ())), best) if best.unread else best

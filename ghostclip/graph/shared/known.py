@@ -5,11 +5,11 @@ Where node 3 of the walk is the boundary h = x * q, and q its second input, that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ghostclip.graph.nodes import Edge
-from ghostclip.graph.owners import Rows
+from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.graph.shared.subgraph import SharedSubgraph
@@ -22,28 +22,38 @@ class KnownShared:
     """What all examples share in graphs of a structure; places are those of nodes in the walk.
 
     Attributes:
-        boundaries: (place of a node, number of its output, slots of its shared inputs).
+        boundaries: (place of a node, number of its output, slots of its shared inputs, dimension of the examples).
         tables: numbers of the uses of layers that are shared.
+        layers: of each use of a layer, the dimension that has the examples; None where none has.
         silent: (place of a node, number of its output) of tensors that may be boundaries once they have a gradient.
     """
 
-    boundaries: Sequence[tuple[int, int, Sequence[int]]]
+    boundaries: Sequence[tuple[int, int, Sequence[int], int]]
     tables: Sequence[int]
+    layers: Sequence[int | None]
     silent: Sequence[tuple[int, int]] = ()
 
     @classmethod
-    def of(cls, uses: Uses, region: SharedSubgraph | None) -> KnownShared:
+    def of(cls, uses: Uses, owned: Mapping[Subject, Owned], region: SharedSubgraph | None) -> KnownShared:
         """That of a graph, to be found again in others."""
+        rows = [owned[call].rows for call in uses.calls]
+        layers = [None if each is None else each.dim for each in rows]
         if region is None:
-            return cls([], [])
+            return cls([], [], layers)
         places, tables = uses.places, set(region.calls.values())
-        boundaries = [(places[each.node], each.number, each.shared) for each in region.boundaries]
+        boundaries = [(places[each.node], each.number, each.shared, each.dim) for each in region.boundaries]
         numbers = [number for number, call in enumerate(uses.calls) if call in tables]
-        return cls(boundaries, numbers, [(places[node], number) for node, number in region.silent])
+        return cls(boundaries, numbers, layers, [(places[node], number) for node, number in region.silent])
 
     def edges(self, uses: Uses) -> list[Edge]:
         """The boundaries' outputs in a graph."""
-        return [(uses.nodes[place], number) for place, number, _ in self.boundaries]
+        return [(uses.nodes[place], number) for place, number, *_ in self.boundaries]
+
+    def dims(self, uses: Uses) -> dict[Subject, int]:
+        """The dimensions that have the examples, of layers and of the boundaries' outputs."""
+        dims: list[tuple[Subject, int | None]] = [*zip(uses.calls, self.layers, strict=True)]
+        dims += [((uses.nodes[place], number), dim) for place, number, _, dim in self.boundaries]
+        return {subject: dim for subject, dim in dims if dim is not None}
 
     def region(self, uses: Uses, rows: Sequence[Rows], examples: int) -> SharedSubgraph | None:
         """The part of a graph that is shared, given the boundaries' rows; None where nothing is."""
@@ -51,7 +61,7 @@ class KnownShared:
             return None
         boundaries = [
             BroadcastBoundary(uses.nodes[place], number, own, examples, slots)
-            for (place, number, slots), own in zip(self.boundaries, rows, strict=True)
+            for (place, number, slots, _), own in zip(self.boundaries, rows, strict=True)
         ]
         calls = [uses.calls[number] for number in self.tables]
         tables = {uses.capturing[call]: call for call in calls}
