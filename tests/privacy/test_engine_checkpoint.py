@@ -58,7 +58,7 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import sys; sys.path.insert(0, "tests")
+import sys; sys.path.insert(0, "tests/support")
 import checkpointed_runs as runs
 engine = runs.engine_of("adam")
 engine.restore(sys.argv[1])
