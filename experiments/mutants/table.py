@@ -232,14 +232,14 @@ CLIPPING = [
     Mutant(
         "a hook of a parameter that runs on no sum",
         "ghostclip/clipper/gradients.py",
-        "    if have_hooks([p for _, p in passes.index.trained()]) or (is_distributed() and not sharded):\n",
+        "    if with_hook(passes.index.trained()) is not None or (is_distributed() and not sharded):\n",
         "    if False:\n",
         ("tests/clipper/test_kept_grads.py",),
     ),
     Mutant(
         "a hook of a parameter changes sums that get noise",
         SUMS,
-        "        if have_hooks([parameter for _, parameter in trained]):\n",
+        "        if (name := with_hook(self._passes.index.trained())) is not None:\n",
         "        if False:\n",
         ("tests/engine/test_engine_arguments.py", "-k", "hook_on_a_parameter"),
     ),
@@ -326,25 +326,24 @@ ENGINE = [
     Mutant(
         "noise twice",
         RELEASE,
-        "return self._ranks.released(self._noise, every, std, batch_size, parameters)",
-        "return self._noise.release(self._ranks.released(self._noise, every, std, batch_size, parameters), std / "
-        "batch_size)",
+        "private = self._noise.release(sums + counts, std, batch_size)",
+        "private = self._noise.release(self._noise.release(sums + counts, std, batch_size), std / batch_size)",
         PITFALLS,
     ),
     Mutant(
         "noise never",
         RELEASE,
-        "self._ranks.released(self._noise, every, std, batch_size, parameters)",
-        "self._ranks.released(self._noise, every, 0.0, batch_size, parameters)",
+        "private = self._noise.release(sums + counts, std, batch_size)",
+        "private = self._noise.release(sums + counts, 0.0, batch_size)",
         PITFALLS,
     ),
     Mutant(
         "realised denominator",
         RELEASE,
-        "        self._end()\n        self.clipper.sharding.reshard()\n",
-        "        size = max(1, sum(self.current('').sizes))\n"
-        "        self.terms = __import__('dataclasses').replace(self.terms, batch_size=size)\n"
-        "        self._end()\n        self.clipper.sharding.reshard()\n",
+        "            batch.state = BatchState.CHARGED\n",
+        "            size = max(1, sum(batch.sizes))\n"
+        "            self.terms = __import__('dataclasses').replace(self.terms, batch_size=size)\n"
+        "            batch.state = BatchState.CHARGED\n",
         ("tests/privacy/test_engine_sampling.py", "-k", "public_size"),
     ),
     Mutant(
@@ -356,9 +355,9 @@ ENGINE = [
     ),
     Mutant(
         "unused parameters without noise",
-        SUMS,
-        "if parameter.requires_grad]",
-        "if id(parameter) in self._totals]",
+        RELEASE,
+        "for parameter in held if parameter.requires_grad]\n",
+        "for parameter in held if id(parameter) in self.sums._totals]\n",
         ("tests/engine/test_engine.py", "-k", "without_a_gradient"),
     ),
     Mutant(
@@ -378,15 +377,17 @@ ENGINE = [
     Mutant(
         "a step before all physical batches",
         RELEASE,
-        "        if gathered + missing != len(batch.sizes):\n",
-        "        if gathered + missing > len(batch.sizes):\n",
+        "        if (gathered := self.sums.count) != len(batch.sizes):\n",
+        "        if (gathered := self.sums.count) > len(batch.sizes):\n",
         ("tests/engine/test_engine_guards.py", "-k", "left_early"),
     ),
     Mutant(
         "charged after the release",
         RELEASE,
-        "            self.spend()\n            self.put_in_place(held, self._make_private)\n",
-        "            self.put_in_place(held, self._make_private)\n            self.spend()\n",
+        "            self.charge(self.terms)\n            batch.state = BatchState.CHARGED\n",
+        "            self.sums.put_in_place(found := [p for p in held if p.requires_grad], "
+        "self._private(found, self.sums.complete(found)))\n"
+        "            self.charge(self.terms)\n            batch.state = BatchState.CHARGED\n",
         (
             "tests/engine/test_faults.py",
             "tests/privacy/test_engine_ledger.py",
@@ -545,8 +546,8 @@ ENGINE = [
     Mutant(
         "adaptive count without noise",
         "ghostclip/engine/adaptation.py",
-        "            counts += (self._counts * scale).to(counts)\n",
-        "            self._policy.update([float(self._counts) / self._batch_size + 0.5])\n",
+        "            counts += (self._counts * self._scale(std, batch_size)).to(counts)\n",
+        "            self._policy.update([float(self._counts) / batch_size + 0.5])\n",
         ("tests/clipper/test_adaptive.py",),
     ),
 ]
@@ -635,8 +636,8 @@ SEVERAL_RANKS = [
     Mutant(
         "noise drawn on every rank",
         RELEASE,
-        "released(self._noise, every, std, batch_size, parameters)",
-        "released(self._noise, self._noise.release(every, std, 1.0), std, batch_size, parameters)",
+        "self.ranks.released(self._noise, sums + counts, std, batch_size, parameters)",
+        "self.ranks.released(self._noise, self._noise.release(sums + counts, std, 1.0), std, batch_size, parameters)",
         (*RANKS, "-k", "noise"),
     ),
     Mutant(
@@ -691,8 +692,8 @@ SEVERAL_RANKS = [
     Mutant(
         "every rank charges the ledger",
         SPENDING,
-        "        if self._ranks.size == 1:\n",
-        "        if True:\n",
+        "        if self._ranks.size == 1:\n            self._charge(terms)\n",
+        "        if True:\n            self._charge(terms)\n",
         (*RANKS, "-k", "charges"),
     ),
     Mutant(
@@ -793,8 +794,8 @@ AROUND = [
     Mutant(
         "Ctrl-C in the optimizer's step leaves grad mode off",
         RELEASE,
-        "    @keeping_grad_mode\n    def _release(self)",
-        "    def _release(self)",
+        "    @keeping_grad_mode\n    def _before_step(",
+        "    def _before_step(",
         INTERRUPTS,
     ),
     Mutant(
@@ -1021,9 +1022,10 @@ MIXED = [
     ),
     Mutant(
         "compiled steps are not compared",
-        "ghostclip/engine/compiled_steps.py",
-        "            self._steps.prepare(loss_fn, examples)\n",
-        "",
+        STEP,
+        "            whole = self._before(batch, loss_fn, examples, batch_index)\n",
+        "            whole = self._before(batch, loss_fn, examples, batch_index) if clip == self.clip else "
+        "self._turn(examples, None)\n",
         (*COMPARED, "-k", "compiled"),
     ),
     Mutant(
@@ -1064,8 +1066,8 @@ MIXED = [
     Mutant(
         "a user's rows may not depend on each other",
         STEP,
-        "rows, rows if users is None else users.users, users)",
-        "rows, rows, users)",
+        "rows, rows if users is None else users.users, users, batch_index)",
+        "rows, rows, users, batch_index)",
         (*COMPARED, "-k", "users"),
     ),
     Mutant(
@@ -1091,8 +1093,8 @@ COMPILED = [
     Mutant(
         "a graph is found by the ids of objects that are gone",
         "ghostclip/compiled/clip.py",
-        "        return [*asked.kept, *self.state.objects]\n",
-        "        return []\n",
+        "        plan = GraphPlan([*asked.kept, *self.state.objects], held)\n",
+        "        plan = GraphPlan([], held)\n",
         KEYS,
     ),
     Mutant(
@@ -1128,13 +1130,6 @@ COMPILED = [
         "ghostclip/compiled/clip.py",
         "if (name := self.state.hooked()) is not None:",
         "if (name := self.state.hooked()) == 0:",
-        KEYS,
-    ),
-    Mutant(
-        "a parameter in another group keeps its learning rate",
-        "ghostclip/compiled/update.py",
-        'return [sum([p.requires_grad for p in group["params"]]), *settings]',
-        "return settings",
         KEYS,
     ),
     Mutant(
@@ -1248,22 +1243,22 @@ MISUSE = [
     Mutant(
         "an empty batch needs no step",
         RELEASE,
-        "            if batch is not None and not batch.failed and",
-        "            if batch is not None and batch.sizes and not batch.failed and",
+        "            if self.state is BatchState.COMPLETE or (",
+        "            if (self.state is BatchState.COMPLETE and self.batch.sizes) or (",
         (*TAKEN_TURNS, "-k", "without_a_step"),
     ),
     Mutant(
         "leaving the physical batches is taken for an exception",
         RELEASE,
-        "not (new_loop and batch.interrupted)",
-        "not batch.interrupted",
+        "(self.state is BatchState.GATHERING and not new_loop)",
+        "False",
         (*TAKEN_TURNS, "-k", "without_a_step"),
     ),
     Mutant(
         "an exception excuses a batch that went on",
-        STEP,
-        '        self.release.current("engine.backward()").failed = False\n',
-        "",
+        RELEASE,
+        "            self.batch.state = BatchState.GATHERING\n",
+        "            pass\n",
         (*TAKEN_TURNS, "-k", "mended"),
     ),
     Mutant(
@@ -1304,8 +1299,8 @@ MISUSE = [
     Mutant(
         "trials of sizes take random numbers",
         "ghostclip/engine/micro_batching.py",
-        "    with without_trace(clipper.model):\n",
-        "    if True:\n",
+        "    with without_trace(clipper.model), passes.running(",
+        "    with passes.running(",
         ("tests/engine/test_auto_physical.py", "-k", "trace"),
     ),
     Mutant(
@@ -1332,7 +1327,7 @@ MISUSE = [
     Mutant(
         "a step without a release passes",
         RELEASE,
-        "        if not self._released:\n",
+        "        if self.state not in (BatchState.RELEASED, BatchState.STEPPED):\n",
         "        if False:\n",
         (*RELEASES, "-k", "closure"),
     ),
@@ -1346,8 +1341,8 @@ MISUSE = [
     Mutant(
         "a rank without a step leaves the others waiting",
         RELEASE,
-        "                self._ranks.refuse(problem)\n",
-        "                pass\n",
+        "            self.ranks.refuse_next(problem)\n",
+        "",
         (*RANKS, "-k", "refused_on_all and (forgotten or moved)"),
     ),
     Mutant(
@@ -1407,8 +1402,8 @@ WITHIN = [
     Mutant(
         "what is in p.grad is taken for the clipped sum",
         "ghostclip/sharding/plain.py",
-        "(found := self.get(id(parameter))) is not None",
-        "(found := parameter.grad if id(parameter) in self else None) is not None",
+        "(total := self.get(id(parameter))) is None",
+        "(total := parameter.grad if id(parameter) in self else None) is None",
         (*GATHERED, "-k", "no_effect and (data or assigned)"),
     ),
     Mutant(
@@ -1423,19 +1418,19 @@ WITHIN = [
     Mutant(
         "gradients of others are added to the private one",
         SUMS,
-        "            self.drop_gradients()\n"
-        "            for parameter, total in zip(stepped, private, strict=True):\n"
-        "                parameter.grad = total.to(parameter.dtype)\n",
-        "            for parameter, total in zip(stepped, private, strict=True):\n"
-        "                foreign = 0 if parameter.grad is None else parameter.grad\n"
-        "                parameter.grad = total.to(parameter.dtype) + foreign\n",
+        "        self.drop_gradients()\n"
+        "        for parameter, gradient in zip(parameters, private, strict=True):\n"
+        "            parameter.grad = gradient.to(parameter.dtype)\n",
+        "        for parameter, gradient in zip(parameters, private, strict=True):\n"
+        "            foreign = 0 if parameter.grad is None else parameter.grad\n"
+        "            parameter.grad = gradient.to(parameter.dtype) + foreign\n",
         (*GATHERED, "-k", "no_effect"),
     ),
     Mutant(
         "parameters that the optimizer doesn't step keep what others wrote",
         SUMS,
-        "            self._warn_of_lost()\n            self.drop_gradients()\n",
-        "            self._warn_of_lost()\n",
+        "        self._warn_of_lost()\n        self.drop_gradients()\n",
+        "        self._warn_of_lost()\n",
         (*GATHERED, "-k", "frozen"),
     ),
     Mutant(
@@ -1455,7 +1450,7 @@ WITHIN = [
     Mutant(
         "sums of an earlier physical batch are replaced",
         "ghostclip/sharding/plain.py",
-        "            torch._foreach_add_([self[owner] for owner in both], [new[owner] for owner in both])\n",
+        "            torch._foreach_add_([self[owner] for owner in both], [new.pop(owner) for owner in both])\n",
         "            self.update(new)\n",
         (*GATHERED, "-k", "clipped_mean"),
     ),
@@ -1610,8 +1605,8 @@ INTEGRATED = [
     Mutant(
         "a state_dict's spending isn't counted",
         "ghostclip/engine/snapshots.py",
-        "        found, _ = self.ranks.agreed(check)\n        self._count(found)\n",
-        "        found, _ = self.ranks.agreed(check)\n",
+        "        found = self.ranks.agreed(check)\n        self._count(found)\n",
+        "        found = self.ranks.agreed(check)\n",
         ("tests/privacy/test_fsdp_checkpoints.py",),
     ),
     Mutant(
@@ -2002,8 +1997,8 @@ OF_COMPANY = [
     Mutant(
         "what was not compared counts as compared",
         CUTTING,
-        "key in self._largest and _largest(",
-        "key not in self._largest or _largest(",
+        "if key not in self._largest or any(",
+        "if key in self._largest and any(",
         (*COLLATED, "-k", "one_long_text"),
     ),
     Mutant(
@@ -2044,8 +2039,8 @@ OF_COMPANY = [
     Mutant(
         "batches loaded again miss what others go through",
         "ghostclip/engine/step.py",
-        "places, batch.passed, each)\n",
-        "places, lambda found: found, each)\n",
+        "batch.collate, rows, batch.passed, each)\n",
+        "batch.collate, rows, lambda found: found, each)\n",
         (*COLLATED, "-k", "go_through"),
     ),
     Mutant(
@@ -2259,10 +2254,10 @@ AROUND_THE_BATCH = [
     ),
     Mutant(
         "compiled steps of noise alone are not named",
-        RELEASE,
-        "        self.updates.accept()\n        self._readable.warn()\n\n\ndef",
-        "        self.updates.accept()\n\n\ndef",
-        ("tests/engine/test_compiled_update.py", "-k", "without_a_finite_example"),
+        STEP,
+        "            self._bound(result)\n        self.release.saw(result)\n",
+        "            self._bound(result)\n",
+        ("tests/engine/test_compiled_steps.py", "-k", "without_a_finite_example"),
     ),
     Mutant(
         "one example that isn't finite is named as all of them",
@@ -2281,7 +2276,7 @@ AROUND_THE_BATCH = [
     Mutant(
         "a rank says what holds of its own share",
         RELEASE,
-        '            self._readable.agree([each["examples, and whether any was finite"] for each in said])\n',
+        '        self._readable.agree([each["examples, and whether any was finite"] for each in said])\n',
         "",
         READABLE,
     ),

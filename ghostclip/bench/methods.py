@@ -27,7 +27,7 @@ from ghostclip.sampling.logical import LogicalBatch, Unowned
 __all__ = ["BASELINE", "CONTENDERS", "MODULES", "OWN", "register"]
 
 BASELINE = "nonprivate"
-# Steps until a graph or the eager way is chosen: one that makes the optimizer's state, and the trials.
+# Steps until a graph or the eager way is chosen: one that is measured, one that makes the graph, and the trials.
 UNTIL_CHOSEN = TRIALS + 2
 
 
@@ -84,12 +84,11 @@ class _Given(LogicalBatch):
     """A logical batch of one physical one that is there already."""
 
     def __init__(self, batch: Any, size: int) -> None:
-        super().__init__([], lambda: batch, Unowned())
-        self.sizes, self.users = [size], [None]
+        super().__init__([([*range(size)], None)], lambda: batch, Unowned())
 
 
 def _compiled_steps(model: nn.Module, losses: Losses, max_norm: float) -> Prepared:
-    """Whole steps with Adam; their clipped sums are read off whole steps of learning rate zero without noise.
+    """Steps with Adam; their clipped sums are read off steps of learning rate zero without noise.
 
     The batch comes in one piece and isn't padded: what a step of so many rows costs. Poisson sampling pads batches by
     about three roots of their size, so that they share one graph.
@@ -101,10 +100,8 @@ def _compiled_steps(model: nn.Module, losses: Losses, max_norm: float) -> Prepar
         size, untried = len(batch[1]), name not in made
         if untried:
             terms = Terms(noise_multiplier, size, SampledGaussian(1.0, noise_multiplier))
-            release = Release(
-                clipper, optimizer, noise_source(), noise_multiplier, lambda _: terms, lambda _: None, self_check=False
-            )
-            made[name] = LogicalStep(release)
+            release = Release(clipper, optimizer, noise_source(), noise_multiplier, lambda _: terms, lambda _: None)
+            made[name] = LogicalStep(release, self_check=False)
             made[name].compile(largest=size)
         for _ in range(UNTIL_CHOSEN if untried else 1):
             # The other optimizer has stepped, too.
@@ -143,8 +140,8 @@ _OURS = (
               _ghost(second_pass="cached", by_backward=True), usual=False),
     Contender("per-layer-backward", "each layer clipped by itself, of losses that the caller computed",
               _ghost(clipping.PerLayer, by_backward=True), clips="layer", usual=False),
-    Contender("compiled", "the engine's whole step, noise and Adam too, compiled where that is faster", _compiled_steps,
-              usual=False),
+    Contender("compiled", "the engine's step, noise and Adam too, its passes compiled where that is faster",
+              _compiled_steps, usual=False),
 )  # fmt: skip
 _NAIVE = (
     Contender("nxbp", "one forward and backward an example", _naive(naive.nxbp)),

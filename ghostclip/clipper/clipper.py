@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -107,8 +107,9 @@ class GhostClipper(RefusesNames):
         self.sharding = sharding_of(model, GradientGuard())
         with self.sharding.unsharded_parameters():
             self.model = wrap(model)
-            self.passes = TwoPasses(self.model, policy, self.second_pass, planner, self.memory_budget, self.loss_scale)
-        self.passes.sharding = self.sharding
+            self.passes = TwoPasses(
+                self.model, self.sharding, policy, self.second_pass, planner, self.memory_budget, self.loss_scale
+            )
         self.calls = ModelCalls(without_ranks(self.model))
         self.passes.calls = self.calls
         self._guard = GradientGuard()
@@ -165,13 +166,13 @@ class GhostClipper(RefusesNames):
         """Raises UnsupportedModelError where the model was sharded among processes since it was wrapped."""
         self.sharding.check(self.passes.index.names)
 
-    @contextmanager
-    def indexed(self, batch_index: BatchIndex, losses: Tensor) -> Iterator[None]:
+    def indexed(self, batch_index: BatchIndex, losses: Tensor) -> AbstractContextManager[None]:
         """Inside, passes over the graph of ``losses`` [B] take rows by an index, as `backward` says."""
-        if batch_index is not None and self.sharding.sharded:
+        if batch_index is None:
+            return self.sharding.unsharded_parameters()
+        if self.sharding.sharded:
             raise ValueError("batch_index and fully_shard don't go together; leave one of them out")
-        with self.sharding.unsharded_parameters(), self.passes.indexed(batch_index, losses):
-            yield
+        return self.passes.indexed(batch_index, losses)
 
     @keeping_grad_mode
     def norms(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -194,14 +195,14 @@ class Sizes:
     def add(self, batch: Any, rows: int) -> None:
         """Takes the sizes of a batch for known."""
         for key, sizes in sizes_of(batch, rows).items():
-            self._largest[key] = _largest(self._largest.get(key, sizes), sizes)
+            self._largest[key] = [*map(max, self._largest.get(key, sizes), sizes)]
 
     def hold(self, batch: Any, rows: int) -> bool:
         """Whether no size of a batch is larger than the known ones."""
-        return all(
-            key in self._largest and _largest(sizes, self._largest[key]) == self._largest[key]
-            for key, sizes in sizes_of(batch, rows).items()
-        )
+        for key, sizes in sizes_of(batch, rows).items():
+            if key not in self._largest or any(map(operator.gt, sizes, self._largest[key])):
+                return False
+        return True
 
 
 def sizes_of(batch: Any, rows: int) -> dict[tuple[str, int], list[int]]:
@@ -213,9 +214,6 @@ def sizes_of(batch: Any, rows: int) -> dict[tuple[str, int], list[int]]:
         else:
             shape = list(leaf.shape) if isinstance(leaf, Tensor | np.ndarray) else [len(leaf)]
         sizes = shape[1:] if shape and shape[0] == rows else shape
-        found[name, len(sizes)] = _largest(found.get((name, len(sizes)), sizes), sizes)
+        key = name, len(sizes)
+        found[key] = [*map(max, found[key], sizes)] if key in found else sizes
     return found
-
-
-def _largest(these: list[int], those: list[int]) -> list[int]:
-    return [max(both) for both in zip(these, those, strict=True)]

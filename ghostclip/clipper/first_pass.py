@@ -44,6 +44,7 @@ class FirstPasses:
 
     Args:
         model: wrapped.
+        sharding: of its parameters.
         clipping: the policy; groups and their thresholds come from it.
         second_pass: "auto", "cached" or "reweight".
         planner: chooses the way to each squared norm.
@@ -55,7 +56,7 @@ class FirstPasses:
         parameters: {id: Parameter} of those that required a gradient at the last pass.
         scale: what losses are multiplied with before the passes, and results divided by.
         choices: what the planner chose for the last batch it was asked for, by id of parameter; None before one.
-        sharding: of the model's parameters.
+        sharding: as given.
         forward: runs the step's forward again on other examples, for a batch whose layout isn't known; None where
             nothing can.
         calls: of the model, to be run again where no loss function is known.
@@ -66,28 +67,25 @@ class FirstPasses:
     def __init__(
         self,
         model: nn.Module,
+        sharding: Sharding,
         clipping: Policy | Groupwise,
         second_pass: str,
         planner: Planner,
         memory_budget: int | None,
         loss_scale: float = 1.0,
     ) -> None:
-        self.clipping, self._second_pass, self._planner = clipping, second_pass, planner
+        self.sharding, self.clipping, self._second_pass, self._planner = sharding, clipping, second_pass, planner
         self._memory_budget, self.scale = memory_budget, loss_scale
-        self.sharding = Sharding(model)
         self.index = ParameterNames(model)
         self.choices: Mapping[int, StrategyChoice] | None = None
         self.forward: Forward | None = None
         self.calls: ModelCalls | None = None
         self.is_open = self.measures_next = False
         self.parameters: dict[int, nn.Parameter] = {}
-        self._layouts = Layouts(self._keep_resident)
+        self._layouts = Layouts(sharding.keep_resident)
         self._indices = list[RowIndex]()
         self._partition: dict[str, str] = {}
         self.group_of()
-
-    def _keep_resident(self, parameters: list[nn.Parameter]) -> None:
-        self.sharding.keep_resident(parameters)
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """(name, Parameter) of those that require a gradient now, which are those that sums are formed of."""
@@ -212,7 +210,7 @@ class FirstPasses:
     @contextmanager
     def forgetting(self) -> Iterator[None]:
         """What is measured of graphs meanwhile, of batches made up of few examples or copies, is forgotten after it."""
-        known, self._layouts = self._layouts, Layouts(self._keep_resident)
+        known, self._layouts = self._layouts, Layouts(self.sharding.keep_resident)
         try:
             yield
         finally:
@@ -233,13 +231,12 @@ class FirstPasses:
 
     @contextmanager
     def indexed(self, batch_index: Any, losses: Tensor) -> Iterator[None]:
-        """Inside, rows of layers belong to the examples of ``losses`` [B] by indices; None: by their order.
+        """Inside, rows of layers belong to the examples of ``losses`` [B] by indices.
 
         Raises what `check_losses` and `read_indices` raise.
         """
-        if batch_index is not None:
-            check_losses(losses, self.scale)
-            self._indices = read_indices(batch_index, losses)
+        check_losses(losses, self.scale)
+        self._indices = read_indices(batch_index, losses)
         try:
             yield
         finally:

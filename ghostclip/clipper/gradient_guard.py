@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ghostclip.errors import GradientLeakError
 from ghostclip.sharding.detection import local_part
 
-__all__ = ["GradientGuard", "have_hooks"]
+__all__ = ["GradientGuard", "with_hook"]
 
 
 class GradientGuard:
@@ -37,8 +37,12 @@ class GradientGuard:
 
     def knows(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> bool:
         """Whether every p.grad is None or as `remember` last saw it."""
-        grads = [p.grad for _, p in parameters if p.grad is not None]
-        return all(map(self._is_known, grads))
+        for _, parameter in parameters:
+            if (grad := parameter.grad) is not None:
+                reference, version = self._known.get(id(grad), (None, 0))
+                if reference is None or reference() is not grad or version != grad._version:
+                    return False
+        return True
 
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Raises GradientLeakError when a p.grad holds anything but zeros that this guard doesn't know."""
@@ -54,12 +58,14 @@ class GradientGuard:
                     "call optimizer.zero_grad() and use the clipper's or engine's backward only"
                 )
 
-    def remember(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Takes every p.grad as it is now for known."""
-        self._known = {}
+    def remember(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Tensor]:
+        """Takes every p.grad as it is now for known, and returns those there are."""
+        self._known, grads = {}, []
         for _, parameter in parameters:
             if (grad := parameter.grad) is not None:
                 self._known[id(grad)] = (weakref.ref(grad), grad._version)
+                grads.append(grad)
+        return grads
 
     def note_rounding(self, parameters: Iterable[tuple[str, nn.Parameter]], examples: int) -> None:
         """Before a backward of so many examples: what rounding to narrow p.grads may add to an example's share."""
@@ -72,6 +78,9 @@ class GradientGuard:
         self.excess = self._backwards * self._examples * max(torch.finfo(parameter.dtype).eps for parameter in narrow)
 
 
-def have_hooks(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether someone waits for a parameter's gradient, or counts how often one comes."""
-    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
+def with_hook(parameters: Iterable[tuple[str, nn.Parameter]]) -> str | None:
+    """The name of a parameter for whose gradient someone waits, or counts how often one comes; None for nobody."""
+    for name, parameter in parameters:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return name
+    return None

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from ghostclip.clipper.gradient_guard import have_hooks
+from ghostclip.clipper.gradient_guard import with_hook
 from ghostclip.clipper.second_pass import Add, TwoPasses
 from ghostclip.errors import RowsMovedError
 from ghostclip.sharding.detection import is_distributed
@@ -41,7 +41,7 @@ def add_to_gradients(passes: TwoPasses, clip: Callable[[Add], T], *, sharded: bo
         return result
     parameters = [passes.parameters[owner] for owner in sums.totals]
     totals = [total.to(parameter.dtype) for parameter, total in zip(parameters, sums.totals.values(), strict=True)]
-    if have_hooks([p for _, p in passes.index.trained()]) or (is_distributed() and not sharded):
+    if with_hook(passes.index.trained()) is not None or (is_distributed() and not sharded):
         torch.autograd.backward(parameters, totals)
         return result
     for parameter, total in zip(parameters, totals, strict=True):

@@ -1,10 +1,8 @@
-"""Compiled steps: forward, passes and clipped sums of a physical batch, noise and update, as inductor graphs."""
+"""Compiled passes: forward, both passes and clipped sums of a physical batch as one inductor graph."""
 
 from ghostclip.clipper.clipper import register_compiler
-from ghostclip.compiled.clip import CompiledClip, GraphPlan
-from ghostclip.compiled.update import NOT_YET, Update, UpdateReader
-from ghostclip.compiled.whole import CompiledStep
+from ghostclip.compiled.clip import CompiledClip
 
-__all__ = ["NOT_YET", "CompiledClip", "CompiledStep", "GraphPlan", "Update", "UpdateReader"]
+__all__ = ["CompiledClip"]
 
 register_compiler(CompiledClip)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ghostclip.clipper.cutting import leaves_of
-from ghostclip.clipper.gradient_guard import have_hooks
+from ghostclip.clipper.gradient_guard import with_hook
 from ghostclip.clipper.random_states import drawing_from, random_states
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.clipper.trial import without_trace
@@ -26,14 +24,7 @@ from ghostclip.compiled.trial import TRIALS, Trial, difference, timed
 from ghostclip.native.notices import slow_work
 from ghostclip.norms.precision import is_narrow
 
-__all__ = [
-    "TRIALS",
-    "CompiledClip",
-    "GraphPlan",
-    "LossFunction",
-    "in_a_line",
-    "rolled",
-]
+__all__ = ["TRIALS", "CompiledClip", "GraphPlan", "LossFunction", "rolled"]
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 # Graphs are made for so many keys; who needs more passes a function that is another one every time.
@@ -53,11 +44,12 @@ class GraphPlan:
     Attributes:
         kept: what the key was made of, so that no id in it is used again. Where there is no graph nothing is kept: who
             is taken for another by its id runs eagerly.
-        held: parameters and buffers, the graph's first inputs; those that the graph writes come before.
+        held: parameters and buffers, the graph's first inputs.
         region: the graph; None where eager is to be used.
         structure: of losses, norms and weights, of which the latter may be by group.
         present: for each trained parameter, whether its sum is among the graph's outputs.
         trial: of graph and eager.
+        batches: how many came for it.
     """
 
     kept: list[Any] = field(default_factory=list)
@@ -66,18 +58,18 @@ class GraphPlan:
     structure: TreeSpec | None = None
     present: list[bool] = field(default_factory=list)
     trial: Trial = field(default_factory=Trial)
+    batches: int = 0
 
-    def run(self, asked: CompileRequest, written: Sequence[Tensor], others: Sequence[Tensor]) -> Clipped | None:
+    def run(self, asked: CompileRequest, keep: Tensor) -> Clipped | None:
         """The graph's result, without the rows that were padding; None when a norm or a loss isn't finite.
 
         Args:
             asked: the batch.
-            written: what the graph writes to, before all other inputs; only where all is finite.
-            others: inputs after the batch.
+            keep: 1 for rows that are examples, 0 for padding.
         """
         assert self.region is not None
         assert self.structure is not None
-        fine, *found = self.region(*written, *self.held, *asked.leaves, *others)
+        fine, *found = self.region(*self.held, *asked.leaves, keep)
         if not math.isfinite(fine.item()):
             return None
         count = len(found) - sum(self.present)
@@ -114,7 +106,6 @@ class CompiledClip:
     refusals: list[str] = field(default_factory=list)
     _plans: dict[tuple, GraphPlan] = field(default_factory=dict)
     _kept_rows: dict[tuple, Tensor] = field(default_factory=dict)
-    _batches: Counter[tuple] = field(default_factory=Counter)
     _failures: int = 0
 
     def __post_init__(self) -> None:
@@ -128,7 +119,7 @@ class CompiledClip:
         """
         asked = self.ask(loss_fn, batch)
         plan = None if asked is None else self._plans.get(asked.key)
-        if asked is None or self.passes.measures_next or (plan is not None and self.is_due(asked.key)):
+        if asked is None or self.passes.measures_next or (plan is not None and self._is_due(plan)):
             return self.eager(loss_fn, batch)
         if plan is None:
             result = self.eager(loss_fn, batch)
@@ -136,20 +127,19 @@ class CompiledClip:
             asked = replace(asked, key=(*asked.key[:-1], self.state.key()))
             # A graph takes for granted what is proved of every layer, and so waits for gradients to have reached all.
             known = asked.key in self._plans or self.passes.is_open or self.gave_up
-            if not known and self.may_have(len(self._plans)):
-                made = self.attempt(loss_fn, asked, self._graph)
-                self._plans |= {} if made is None else {asked.key: made}
+            if not known and self._may_have_another() and (made := self._attempt(loss_fn, asked)) is not None:
+                self._plans[asked.key] = made
             return result
         if plan.region is None:
             return self.eager(loss_fn, batch)
         if plan.trial.left:
             return self._try(plan, loss_fn, batch, asked)
-        return plan.run(asked, (), [self.keep_rows(asked)]) or self.eager(loss_fn, batch)
+        return plan.run(asked, self.keep_rows(asked)) or self.eager(loss_fn, batch)
 
-    def is_due(self, key: tuple) -> bool:
+    def _is_due(self, plan: GraphPlan) -> bool:
         """Whether a batch runs eagerly, for ownership to be measured, which no graph does."""
-        self._batches[key] += 1
-        self.passes.measures_next = self._batches[key] % MEASURED == 0
+        plan.batches += 1
+        self.passes.measures_next = plan.batches % MEASURED == 0
         return self.passes.measures_next
 
     def eager(self, loss_fn: LossFunction, batch: Any) -> Clipped:
@@ -174,27 +164,19 @@ class CompiledClip:
         key = (size, shapes, structure, function, policy, self.state.key())
         return CompileRequest(key, [pad(leaf.detach(), size) for leaf in leaves], structure, examples, kept)
 
-    def leave(self, asked: CompileRequest) -> None:
-        """From now on such batches are clipped eagerly: a graph of more than their passes was of no use."""
-        self._plans[asked.key] = GraphPlan()
-
-    def kept(self, asked: CompileRequest) -> list[Any]:
-        """What the key was made of."""
-        return [*asked.kept, *self.state.objects]
-
     @property
     def gave_up(self) -> bool:
         """Whether no other batch is tried, after several of which no graph could be made."""
         return self._failures >= MOST_FAILURES
 
-    def may_have(self, count: int) -> bool:
-        """Whether who has ``count`` graphs may have one more; says so when that is the last."""
-        if count == MOST_GRAPHS - 1:
+    def _may_have_another(self) -> bool:
+        """Whether there may be one more graph; says so when that is the last."""
+        if len(self._plans) == MOST_GRAPHS - 1:
             self.refuse(
                 f"{MOST_GRAPHS} graphs were made, so no more will be: the loss function closes over a value, "
                 "or the model is in a state, that is another one at every step"
             )
-        return count < MOST_GRAPHS
+        return len(self._plans) < MOST_GRAPHS
 
     def keep_rows(self, asked: CompileRequest) -> Tensor:
         """1 for rows that are examples, 0 for padding."""
@@ -212,7 +194,7 @@ class CompiledClip:
             return reason
         if (name := self.state.hooked()) is not None:
             return f"hooks of {name} want to be called at each step"
-        if have_hooks(parameter for _, parameter in self.passes.index.trained()):
+        if with_hook(self.passes.index.trained()) is not None:
             return "hooks of parameters want to be called at each step"
         if is_narrow(asked.leaves[0].device):
             return (
@@ -228,23 +210,13 @@ class CompiledClip:
             )
         return learn(self.passes, losses, self.expected is not None)
 
-    def compile(self, graph: GraphModule, inputs: Sequence[Tensor], lasting: int, what: str) -> Region:
-        """Compiles a graph, counts it, and says so before and after: `Region` has the arguments."""
-        with slow_work(f"compiling {what}", "compiling %s; this takes seconds, or minutes for large models", what):
-            region = Region(graph, inputs, lasting)
-        self.graphs, self.seconds = self.graphs + 1, self.seconds + region.seconds
-        log.info("compiled %s in %.1f s", what, region.seconds)
-        return region
-
     def refuse(self, reason: str) -> None:
         """Notes, and says, why something isn't compiled."""
         self.refusals.append(reason)
         log.warning("steps of this shape run without compiling: %s", reason)
 
-    def attempt(
-        self, loss_fn: LossFunction, asked: CompileRequest, graph: Callable[[LossFunction, CompileRequest], GraphPlan]
-    ) -> GraphPlan | None:
-        """The plan that ``graph`` makes, or one without a graph where that isn't possible; the model is as before.
+    def _attempt(self, loss_fn: LossFunction, asked: CompileRequest) -> GraphPlan | None:
+        """The plan of a batch, without a graph where that isn't possible; the model is as before.
 
         None where it is too early: no gradient has reached some layer.
         """
@@ -252,9 +224,9 @@ class CompiledClip:
         try:
             with without_trace(self.model):
                 if (reason := self.obstacle(loss_fn, asked)) is None:
-                    plan = graph(loss_fn, asked)
+                    plan = self._graph(loss_fn, asked)
         except Exception as error:  # whatever the compiler stumbles over, the eager step is there
-            reason = in_a_line(error)
+            reason = _in_a_line(error)
         if self.passes.is_open:
             return None
         self._failures = 0 if reason is None else self._failures + 1
@@ -262,27 +234,23 @@ class CompiledClip:
             self.refuse(reason + ("; no other is tried" if self.gave_up else ""))
         return plan
 
-    def write_down(
-        self, plan: GraphPlan, loss_fn: LossFunction, asked: CompileRequest, leaves: Sequence[Tensor], keep: Tensor
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Forward and passes as a graph has them: all that `GraphPlan.run` reads but the clipped sums, and these."""
-        losses = loss_fn(self.model, tree_unflatten(list(leaves), asked.structure))
-        fine, result = trace_friendly(self.passes, losses, keep)
-        vectors, plan.structure = tree_flatten((result.losses, result.norms, result.weights))
-        return [fine, *vectors], result.sums
-
     def _graph(self, loss_fn: LossFunction, asked: CompileRequest) -> GraphPlan:
         held, keep = self.state.held, self.keep_rows(asked)
-        plan = GraphPlan(self.kept(asked), held)
+        plan = GraphPlan([*asked.kept, *self.state.objects], held)
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-            seen, sums = self.write_down(plan, loss_fn, asked, inputs[len(held) : -1], inputs[-1])
-            plan.present = [total is not None for total in sums]
-            return tuple(output.detach() for output in (*seen, *sums) if output is not None)
+            losses = loss_fn(self.model, tree_unflatten(list(inputs[len(held) : -1]), asked.structure))
+            fine, result = trace_friendly(self.passes, losses, inputs[-1])
+            vectors, plan.structure = tree_flatten((result.losses, result.norms, result.weights))
+            plan.present = [total is not None for total in result.sums]
+            return tuple(output.detach() for output in (fine, *vectors, *result.sums) if output is not None)
 
         inputs, others = ([*held, *leaves, keep] for leaves in (asked.leaves, map(rolled, asked.leaves)))
-        graph = trace(step, inputs, others)
-        plan.region = self.compile(graph, inputs, len(held), f"a step for {len(keep)} rows")
+        what = f"a step for {len(keep)} rows"
+        with slow_work(f"compiling {what}", "compiling %s; this takes seconds, or minutes for large models", what):
+            plan.region = Region(trace(step, inputs, others), inputs, len(held))
+        self.graphs, self.seconds = self.graphs + 1, self.seconds + plan.region.seconds
+        log.info("compiled %s in %.1f s", what, plan.region.seconds)
         return plan
 
     def _try(self, plan: GraphPlan, loss_fn: LossFunction, batch: Any, asked: CompileRequest) -> Clipped:
@@ -290,9 +258,9 @@ class CompiledClip:
         states, reason = random_states(), None
         try:
             with torch.no_grad(), drawing_from(states):
-                found, compiled = timed(lambda: plan.run(asked, (), [self.keep_rows(asked)]))
+                found, compiled = timed(lambda: plan.run(asked, self.keep_rows(asked)))
         except Exception as failure:
-            found, compiled, reason = None, float("inf"), in_a_line(failure)
+            found, compiled, reason = None, float("inf"), _in_a_line(failure)
         expected, taken = timed(lambda: self.eager(loss_fn, batch))
         # Padding shifts which random number is whose, so that only whole batches of a random model can be compared.
         comparable = found is not None and (asked.examples == asked.key[0] or random_states() == states)
@@ -304,7 +272,7 @@ class CompiledClip:
         return expected
 
 
-def in_a_line(error: Exception) -> str:
+def _in_a_line(error: Exception) -> str:
     """An error's type and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.precision import full_precision
 
-__all__ = ["Region", "trace", "write_back"]
+__all__ = ["Region", "trace"]
 
 log = logging.getLogger("ghostclip")
 
@@ -31,8 +31,8 @@ class Region:
     Args:
         graph: from `trace`.
         inputs: parameters, buffers and the batch it was traced with.
-        lasting: how many of the first inputs lie where they lay, call after call. A CUDA graph reads and writes those
-            in place; it has copies made of the others, and there is none of a graph that writes to one of them.
+        lasting: how many of the first inputs lie where they lay, call after call. A CUDA graph reads those in place,
+            and has copies made of the others.
 
     Attributes:
         seconds: how long compiling took.
@@ -101,19 +101,6 @@ def trace(step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], oth
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
-
-
-def write_back(graph: GraphModule, count: int) -> None:
-    """Has the graph copy its last ``count`` outputs into its first ``count`` inputs, in place of returning them."""
-    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    returned = list(output.args[0])
-    split = len(returned) - count
-    with graph.graph.inserting_before(output):
-        for target, value in zip(inputs, returned[split:], strict=False):
-            graph.graph.call_function(torch.ops.aten.copy_.default, (target, value))
-    output.args = (tuple(returned[:split]),)
-    graph.recompile()
 
 
 def _written_down(step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> GraphModule:

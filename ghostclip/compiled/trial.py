@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter as clock
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["TRIALS", "Trial", "difference", "drift", "movement", "timed"]
+__all__ = ["TRIALS", "Trial", "difference", "timed"]
 
 T = TypeVar("T")
 # Batches on which both ways run before the faster one is taken.
 TRIALS = 4
 # Relative difference of the results from which on the graph doesn't do what the eager step does.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-# The same for parameters after an update that divides by the gradient's own size: a gradient that is rounding and
-# nothing else moves a parameter as far as any other.
-AMPLIFIED = 0.05
 
 
 def timed(run: Callable[[], T]) -> tuple[T, float]:
@@ -42,21 +39,11 @@ class Trial:
 
     Attributes:
         left: batches to come on which both ways are run.
-        copies: of what a step writes, for it to be tried on.
     """
 
     left: int = TRIALS
     eager: float = float("inf")
     compiled: float = float("inf")
-    copies: list[Tensor] = field(default_factory=list)
-
-    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """`copies` as the tensors are now, in the same memory each time: elsewhere a CUDA graph is recorded anew."""
-        if not self.copies:
-            self.copies = [tensor.detach().clone() for tensor in tensors]
-        else:
-            torch._foreach_copy_(self.copies, [tensor.detach() for tensor in tensors])
-        return self.copies
 
     def note(self, compiled: float, eager: float, error: float, dtype: torch.dtype) -> str | None:
         """Takes both times of one batch and the relative difference of the results; says why the graph is refused."""
@@ -72,34 +59,15 @@ class Trial:
         return None
 
 
+@torch.no_grad()
 def difference(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
     """The norm of the difference of all tensors as a share of the norm of the expected ones."""
     if [tensor is None for tensor in found] != [tensor is None for tensor in expected]:
         return float("inf")
-    here, there = ([tensor for tensor in some if tensor is not None] for some in (found, expected))
-    off, size = movement(here, there), movement(there)
+    pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True) if a is not None and b is not None]
+    off, size = (_norm([a - b for a, b in pairs]), _norm([b for _, b in pairs]))
     return off / size if size else off
 
 
-@torch.no_grad()
-def movement(after: Sequence[Tensor], before: Sequence[Tensor] | None = None) -> float:
-    """The norm of all that changed; None: since all was zero."""
-    if not after:
-        return 0.0
-    origin: Sequence[Any] = [0.0] * len(after) if before is None else before
-    return float(torch.stack([(a.double() - b).norm() for a, b in zip(after, origin, strict=True)]).norm())
-
-
-def drift(found: Sequence[Tensor], expected: Sequence[Tensor], moved: float, *, amplified: bool = False) -> float:
-    """The norm of the difference of two updates as a share of an update's own, rounding of the values allowed for.
-
-    Args:
-        found, expected: tensors after the update.
-        moved: how far `found` came by it.
-        amplified: whether the gradients' rounding may have grown to the size of the update.
-    """
-    if not found:
-        return 0.0
-    rounding = 4 * torch.finfo(found[0].dtype).eps * movement(expected)
-    off = movement(found, expected) - rounding - (AMPLIFIED * moved if amplified else 0.0)
-    return 0.0 if off <= 0 else off / moved if moved else float("inf")
+def _norm(tensors: list[Tensor]) -> float:
+    return float(torch.stack([each.norm() for each in tensors]).norm()) if tensors else 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,24 +69,24 @@ class Adaptation:
         found = self._policy.counts(norms)
         self._counts = found if self._counts is None else self._counts + found
 
-    def release(
-        self, sums: list[Tensor], std: float, batch_size: int, release: Callable[[list[Tensor]], list[Tensor]]
-    ) -> list[Tensor]:
-        """The private gradients of ``sums``; the counts go with them in the same draw, and thresholds move.
+    def counts(self, std: float, batch_size: int, like: Tensor) -> Tensor:
+        """The counts of the logical batch, on the scale of its sums, so that one standard deviation fits all; private.
 
         Args:
-            sums: clipped, as `Noise.release` takes them.
-            std: of the noise on them; 0: none, on the counts too.
-            batch_size: the expected, public one, by which the counts are divided.
-            release: adds noise, and divides by the batch size.
+            std: of the noise on sums; 0: none, on the counts too.
+            batch_size: the expected, public one, by which sums are divided.
+            like: a sum.
         """
-        # On the scale of the sums, so that one standard deviation fits all.
-        scale = std / self._policy.count_noise_for(batch_size) if std else 1.0
-        place = sums[0]
-        counts = torch.zeros(self._policy.counted, dtype=place.dtype, device=place.device)
+        counts = torch.zeros(self._policy.counted, dtype=like.dtype, device=like.device)
         if self._counts is not None:
-            counts += (self._counts * scale).to(counts)
+            counts += (self._counts * self._scale(std, batch_size)).to(counts)
         self._counts = None
-        *private, released = release([*sums, counts])
+        return counts
+
+    def update(self, released: Tensor, std: float, batch_size: int) -> None:
+        """Thresholds move by the noisy counts over the batch size, which are not private any more."""
+        scale = self._scale(std, batch_size)
         self._policy.update([share / scale + 0.5 for share in released.tolist()])
-        return private
+
+    def _scale(self, std: float, batch_size: int) -> float:
+        return std / self._policy.count_noise_for(batch_size) if std else 1.0

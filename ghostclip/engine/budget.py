@@ -158,7 +158,10 @@ class Spending:
             BudgetExceededError: it is one too many.
             LedgerError: it can't be written to the ledger.
         """
-        self._shared(partial(self._charge, terms))
+        if self._ranks.size == 1:
+            self._charge(terms)
+        else:
+            self._shared(partial(self._charge, terms))
 
     def _charge(self, terms: Terms) -> None:
         if self._account is not None:
@@ -172,8 +175,16 @@ class Spending:
 
     def check(self, terms: Terms) -> None:
         """Raises BudgetExceededError when the next step would be one too many; to be called by all ranks."""
-        account, most = self._account, partial(self._most, terms)
-        self._shared(lambda: most(0, {}) if account is None else account.check(terms.event, most))
+        if self._ranks.size == 1:
+            self._check(terms)
+        else:
+            self._shared(partial(self._check, terms))
+
+    def _check(self, terms: Terms) -> None:
+        if self._account is None:
+            self._most(terms, 0, {})
+        else:
+            self._account.check(terms.event, partial(self._most, terms))
 
     def close(self) -> None:
         """Gives back to the ledger what was reserved there and is not needed any more."""
@@ -203,7 +214,7 @@ class Spending:
         Raises:
             BudgetExceededError: none.
         """
-        runs = self._with_known(ledger)
+        runs = self._with_known(ledger) if ledger else self._runs
         own, state = runs[self._run][terms.event], (self._run, terms.event, written, self._added)
         if state != self._limit_for or own >= self._limit:
             before = self._limit - own if state[1] == self._limit_for[1] else 0

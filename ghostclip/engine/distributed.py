@@ -9,6 +9,7 @@ Of a model sharded by FSDP2 each rank draws the noise of its own shards (`ghostc
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import itertools
 import os
@@ -36,6 +37,14 @@ KINDS = {name: kind for name in errors.__all__ if isinstance(kind := getattr(err
 KINDS |= {kind.__name__: kind for kind in (ValueError, TypeError, OSError, MemoryError, ModuleNotFoundError)}
 
 
+class Word(enum.Enum):
+    """What the other ranks may wait for from this one, about the current logical batch."""
+
+    AWAITED = "its facts, or a failure"
+    GIVEN = "nothing until the next batch"
+    REFUSED = "nothing: it refused the next batch, too"
+
+
 class Ranks:
     """The processes of a group, each with an engine of its own over the same model and data; or one that is alone.
 
@@ -52,50 +61,76 @@ class Ranks:
     def __init__(self, group: Any = None) -> None:
         self._group, self._joined = group, is_distributed()
         self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if self._joined else (0, 1)
-        self.leads = self.rank == 0
+        self.leads, self._word = self.rank == 0, Word.AWAITED
         self.sharding = Sharding(nn.Module())
         self._leader = 0 if group is None else dist.get_global_rank(group, 0)
 
-    def agreed(
-        self, work: Callable[[], T], facts: Callable[[], dict[str, Any]] = dict
-    ) -> tuple[T, list[dict[str, Any]]]:
-        """What ``work`` returns here, once it has come to an end on all ranks, and the ``facts`` of them all, if many.
+    def begin(self) -> None:
+        """A logical batch begins, or none."""
+        self._word = Word.AWAITED
+
+    def check_alone(self) -> None:
+        """Raises PrivacyError where processes have joined since the engine was built for one that is alone."""
+        if not self._joined and is_distributed() and dist.get_world_size() > 1:
+            raise PrivacyError(
+                "processes were joined after this PrivacyEngine was built, which samples, charges and draws noise for "
+                "its own process alone; call torch.distributed.init_process_group() first and build the engine then"
+            )
+
+    def agree(self, facts: Mapping[str, Any], last: bool = True) -> list[dict[str, Any]]:
+        """The facts of all ranks about the current logical batch; all of several ranks call it together.
+
+        Args:
+            facts: of this rank; "same": what must be the same on all.
+            last: whether no rank waits for another's facts after these, until the next batch.
 
         Raises:
-            PrivacyError: processes have joined since the engine was built; another rank failed; or ranks differ in what
-                they call "same" among their facts.
-            What ``work`` raises here.
+            PrivacyError: another rank failed, or ranks differ in what must be the same.
         """
-        if self.size == 1:
-            if not self._joined and is_distributed() and dist.get_world_size() > 1:
-                raise PrivacyError(
-                    "processes were joined after this PrivacyEngine was built, which samples, charges and draws noise "
-                    "for its own process alone; call torch.distributed.init_process_group() first and build the engine "
-                    "then"
-                )
-            return work(), []
-        try:
-            done, told = work(), {"failed": None, **facts()}
-        except Exception as problem:
-            self.refuse(problem)
-            raise
-        said = self.gathered(told)
+        self._word = Word.GIVEN
+        said = self.gathered({"failed": None, **facts})
         for rank, each in enumerate(said):
             if each["failed"] is not None:
                 raise PrivacyError(
                     f"nothing was released, because rank {rank} failed: {each['failed'][1]} ({each['failed'][0]} there)"
                 )
         _refuse_differences([each.get("same", {}) for each in said], "at every step")
-        return done, said
+        self._word = Word.GIVEN if last else Word.AWAITED
+        return said
+
+    def agreed(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns here, once it has come to an end on all ranks; raises as `agree`, or as ``work``."""
+        if self.size == 1:
+            self.check_alone()
+            return work()
+        try:
+            done = work()
+        except Exception as problem:
+            self._refuse(problem)
+            raise
+        self.agree({})
+        return done
+
+    def tell(self, problem: Exception) -> None:
+        """This rank failed: refuses what the others agree on next about the current batch, where they wait for it."""
+        if self._word is Word.AWAITED:
+            self._word = Word.GIVEN
+            self._refuse(problem)
+
+    def refuse_next(self, problem: Exception) -> None:
+        """This rank takes no further batch: refuses, once, what the others agree on next; they may have taken one."""
+        if self._word is not Word.REFUSED:
+            self._word = Word.REFUSED
+            self._refuse(problem)
+
+    def _refuse(self, problem: Exception) -> None:
+        """Takes part in the `agree` that the other ranks wait in, with what failed here; raises nothing for it."""
+        if self.size > 1:
+            self.gathered({"failed": _told(problem)})
 
     def check_alike(self, facts: Mapping[str, Any], where: str) -> None:
         """Raises PrivacyError unless all ranks have the same facts; ``where`` they must."""
         _refuse_differences(self.gathered(facts), where)
-
-    def refuse(self, problem: Exception) -> None:
-        """Takes part in the `agreed` that the other ranks wait in, with what failed here; raises nothing for it."""
-        if self.size > 1:
-            self.gathered({"failed": _told(problem)})
 
     def led(self, work: Callable[[], T]) -> T:
         """What ``work`` returns on the leading rank, where alone it runs; raises on all ranks what it raises."""
@@ -125,7 +160,6 @@ class Ranks:
             dist.all_gather_object(found, value, self._group)
         return found
 
-    @torch.no_grad()
     def released(
         self, noise: Noise, sums: list[Tensor], std: float, divisor: float, parameters: list[nn.Parameter]
     ) -> list[Tensor]:
@@ -136,7 +170,8 @@ class Ranks:
             sums: of ``parameters``, and behind them others. Those of a sharded model are this rank's shards.
             parameters: that the optimizer steps.
         """
-        return self.sharding.released(self, noise, sums, std, divisor, parameters)
+        with torch.no_grad():
+            return self.sharding.released(self, noise, sums, std, divisor, parameters)
 
     def release_total(self, noise: Noise, sums: list[Tensor], std: float, divisor: float) -> list[Tensor]:
         """`released` for sums of whole parameters."""

@@ -19,7 +19,10 @@ from torch.optim import Optimizer
 
 from ghostclip.errors import PrivacyError
 
-__all__ = ["LossScaling", "show_scaling"]
+__all__ = ["SCALED", "LossScaling", "show_scaling"]
+
+# What a GradScaler leaves on an optimizer that is told of the scale.
+SCALED = frozenset(("grad_scale", "found_inf"))
 
 # The most that the passes scale by beside a GradScaler, whose own first scale is meant for means over a batch: the
 # loss of one example is hundreds of times as large.
@@ -37,11 +40,13 @@ class LossScaling:
 
     Attributes:
         factor: what the clipper scales by.
+        is_dynamic: whether a GradScaler scales losses, too.
     """
 
     def __init__(self, loss_scale: float | GradScaler, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._scaler: GradScaler | None = None
+        self.is_dynamic = isinstance(loss_scale, GradScaler) and loss_scale.is_enabled()
         self.factor: float = 1.0
         if not isinstance(loss_scale, GradScaler):
             self.factor = loss_scale
@@ -83,7 +88,7 @@ class LossScaling:
 
     def refuse_scaled(self, losses: Tensor) -> None:
         """Raises PrivacyError for losses that were scaled where the engine would take them as they are."""
-        if self._scaler is not None and self._is_scaled(losses):
+        if self._is_scaled(losses):
             raise PrivacyError(
                 "the loss function of engine.step() returned losses that the GradScaler scaled; return them as they "
                 "are, engine.step() scales by itself"
@@ -98,7 +103,7 @@ class LossScaling:
         return any(f is not None and f.dim() == 0 and f.item() == self._scaler.get_scale() for f in factors)
 
     def before_step(self) -> None:
-        """Makes sure that nothing scales the private gradient any more; to be called in the optimizer's pre-hook.
+        """Makes sure that nothing scales the private gradient any more; for an optimizer that has one of `SCALED`.
 
         Raises:
             PrivacyError: a GradScaler that the engine doesn't know called the step.
@@ -109,8 +114,7 @@ class LossScaling:
                 # Kernels that skip a step by themselves look here; there is nothing to skip.
                 marks["found_inf"] = None
             return
-        # A GradScaler leaves them on an optimizer that is told of the scale.
-        found = [marks.pop(name, None) for name in ("grad_scale", "found_inf")]
+        found = [marks.pop(name, None) for name in SCALED]
         if any(mark is not None for mark in found):
             raise PrivacyError(
                 "a GradScaler called this step; it would scale the noise or the clipped sum, not both, and skip steps "

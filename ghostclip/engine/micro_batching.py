@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +16,16 @@ from torch.optim import SGD, Optimizer
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipper.cutting import take_rows
 from ghostclip.clipper.forwards import forward_of, without_ranks
-from ghostclip.clipper.second_pass import Add, TwoPasses
+from ghostclip.clipper.second_pass import Add
 from ghostclip.clipper.trial import without_trace
 from ghostclip.engine.memory import MemoryMeter, in_words
 from ghostclip.errors import PrivacyError, RowsMovedError, is_out_of_memory
-from ghostclip.sampling import LogicalBatches
+from ghostclip.sampling import LogicalBatches, UserRows
 from ghostclip.validate import positive_int
 
-__all__ = ["MicroBatches", "clip_with_retry", "is_auto", "micro_batches_of", "rows_of"]
+__all__ = ["LossFunction", "MicroBatches", "Piece", "is_auto", "micro_batches_of", "rows_of"]
 
-T = TypeVar("T")
+# (model, examples) -> losses [B].
 LossFunction = Callable[[nn.Module, Any], Tensor]
 # The trials end where a batch is within this of the largest that memory is foretold to hold.
 CLOSE = 1.05
@@ -31,6 +33,70 @@ CLOSE = 1.05
 RESERVE = 0.1
 
 log = logging.getLogger("ghostclip")
+
+
+@dataclass
+class Piece(AbstractContextManager[None]):
+    """A physical batch or a part of one, entered for its forward and passes: notes what it is to be divided for.
+
+    Attributes:
+        examples: as the loss function gets them.
+        rows: of its tensors in dimension 0, as many for each unit.
+        units: how many examples (or users) it has.
+        users: whose rows they are; None where each row is a unit of its own.
+        batch_index: for ragged examples: the example of each row, as `GhostClipper.backward` takes it.
+        more: whether another piece of the same physical batch follows.
+        again: whether it is tried once more.
+        out_of_memory: what torch said; None where memory didn't run out.
+        rows_moved: whether its rows didn't lie as those of earlier batches, which another forward may show.
+    """
+
+    examples: Any
+    rows: int
+    units: int
+    users: UserRows | None = None
+    batch_index: Any = None
+    more: bool = False
+    again: bool = False
+    out_of_memory: str | None = None
+    rows_moved: bool = False
+
+    def part(self, start: int, stop: int, again: bool = False) -> Piece:
+        """Of the units from ``start`` to before ``stop``."""
+        if stop - start == self.units:
+            return Piece(self.examples, self.rows, self.units, self.users, self.batch_index, self.more, again)
+        each = self.rows // self.units
+        return Piece(
+            rows_of(self.examples, self.rows, start * each, stop * each), each * (stop - start), stop - start,
+            None if self.users is None else self.users.part(start, stop), more=stop < self.units, again=again,
+        )  # fmt: skip
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *where: Any) -> bool:
+        """Whether the piece comes again; where memory ran out for good, an error that says what to do."""
+        if error is None:
+            return False
+        if isinstance(error, RowsMovedError):
+            self.rows_moved = not self.again
+            return self.rows_moved
+        if not isinstance(error, RuntimeError | MemoryError) or not is_out_of_memory(error):
+            return False
+        if reason := self._indivisible():
+            raise _advised(error, self.units, reason) from error
+        self.out_of_memory = (str(error).splitlines() or [type(error).__name__])[0]
+        self.examples = None  # lest it be kept while a smaller one is made
+        return True
+
+    def _indivisible(self) -> str | None:
+        """Why it can't be made smaller; None when it can."""
+        if self.batch_index is not None:
+            return "batch_index says whose rows are in the whole of it"
+        if self.units < 2:
+            return "it is a single one"
+        try:
+            rows_of(self.examples, self.rows, 0, 1)
+        except Exception as error:
+            return str(error)
+        return None
 
 
 class MicroBatches:
@@ -116,47 +182,23 @@ class MicroBatches:
         )  # fmt: skip
         self._take(most)
 
-    def run(self, work: Callable[[Any, int, int], T], examples: Any, units: int, rows: int) -> list[T]:
-        """``work(piece, start, stop)`` for units start to stop, all of ``examples`` in order, each in one piece.
+    def pieces(self, whole: Piece) -> Iterator[Piece]:
+        """The physical batch, or parts of it in order that fit into memory, each entered before the next is asked for.
 
-        Args:
-            work: raises, and leaves no trace, when memory runs out.
-            examples: a physical batch.
-            units: how many examples (or users) it has.
-            rows: of its tensors in dimension 0, as many for each unit.
-
-        Raises:
-            What ``work`` raises; out of memory only where a piece can't be divided any more, saying why.
+        A piece comes again, divided, where memory ran out, and once more as it is where its rows had moved. Nothing of
+        the failed one may have stayed.
         """
-        done: list[T] = []
-        start = 0
-        while start < units:
-            stop = units if self.most is None else min(units, start + self.most)
-            failure = None
-            try:
-                # The piece has no name here, lest it be kept while a smaller one is made.
-                done.append(work(_piece(examples, start, stop, units, rows), start, stop))
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                if reason := _whole_for_good(examples, stop - start, rows):
-                    raise _advised(error, stop - start, reason) from error
-                failure = (str(error).splitlines() or [type(error).__name__])[0]
-            # Outside of the handler: the error holds on to the tensors of the passes that failed.
-            if failure is None:
+        start, again = 0, False
+        while start < whole.units:
+            most = whole.units if self.most is None or whole.batch_index is not None else self.most
+            stop = min(whole.units, start + most)
+            piece = whole.part(start, stop, again)
+            yield piece
+            if piece.out_of_memory is not None:
+                self._halve(piece.units, piece.out_of_memory)
+            again = piece.rows_moved
+            if not (again or piece.out_of_memory is not None):
                 start = stop
-            else:
-                self._halve(stop - start, failure)
-        return done
-
-    def run_whole(self, work: Callable[[], T], units: int, reason: str) -> T:
-        """``work()`` on a physical batch that can't be divided for this reason, which is said where memory runs out."""
-        try:
-            return work()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise _advised(error, units, reason) from error
 
     def _halve(self, tried: int, failure: str) -> None:
         self.most = tried // 2
@@ -199,28 +241,15 @@ def _largest_that_fits(trial: Callable[[int], None], memory: MemoryMeter, limit:
     return 0
 
 
-def clip_with_retry(
-    passes: TwoPasses, model: nn.Module, loss_fn: LossFunction, examples: Any, clip: Callable[[Tensor], T], rows: int
-) -> T:
-    """``clip`` of the losses of a batch with so many rows.
-
-    It is tried once more, after another forward, where it showed that its rows don't lie as those of earlier batches.
-    """
-    with passes.running(forward_of(model, loss_fn, examples, rows)):
-        try:
-            return clip(loss_fn(model, examples))
-        except RowsMovedError:
-            return clip(loss_fn(model, examples))
-
-
 def _clip_without_a_trace(clipper: GhostClipper, loss_fn: LossFunction, batch: Any, rows: int, add: Add) -> None:
     """Forward and passes, as `LogicalStep.clip` has them; what is learnt of graphs is the caller's."""
     # Ranks make as many trials as each of them needs, so that none may wait for another in a forward.
     inner, passes = without_ranks(clipper.model), clipper.passes
-    with without_trace(clipper.model):
-        clip_with_retry(
-            passes, inner, loss_fn, batch, lambda losses: passes.clip(losses, add, retain_graph=False), rows
-        )
+    with without_trace(clipper.model), passes.running(forward_of(inner, loss_fn, batch, rows)):
+        try:
+            passes.clip(loss_fn(inner, batch), add, retain_graph=False)
+        except RowsMovedError:
+            passes.clip(loss_fn(inner, batch), add, retain_graph=False)
 
 
 def _bytes_of_state(optimizer: Optimizer) -> int:
@@ -231,13 +260,6 @@ def _bytes_of_state(optimizer: Optimizer) -> int:
     each = [bool(g["momentum"]) if isinstance(optimizer, SGD) else 2 for g in groups]
     sizes = [sum(parameter.nbytes for parameter in group["params"]) for group in groups]
     return sum(count * size for count, size in zip(each, sizes, strict=True))
-
-
-def _piece(examples: Any, start: int, stop: int, units: int, rows: int) -> Any:
-    if stop - start == units:
-        return examples
-    each = rows // units
-    return rows_of(examples, rows, start * each, stop * each)
 
 
 def rows_of(examples: Any, rows: int, start: int, stop: int) -> Any:
@@ -274,17 +296,6 @@ def _mapped(examples: Any, rows: int, pick: Callable[[Tensor], Tensor]) -> Any:
     raise TypeError(
         f"it holds something of type {type(examples).__name__}, and not only tensors with a row for each example"
     )
-
-
-def _whole_for_good(examples: Any, units: int, rows: int) -> str | None:
-    """Why a piece of so many units can't be made smaller; None when it can."""
-    if units < 2:
-        return "it is a single one"
-    try:
-        rows_of(examples, rows, 0, 1)
-    except Exception as error:
-        return str(error)
-    return None
 
 
 def _advised(error: BaseException, units: int, reason: str) -> BaseException:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from ghostclip.errors import PrivacyError
+from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.sharding.detection import reshard
 from ghostclip.wrap import check_module
 
@@ -87,6 +88,7 @@ def with_closure(
     if closure is None:
         return None
 
+    @keeping_grad_mode
     def closure_then_noise() -> Any:
         value = closure()
         after()

@@ -16,7 +16,6 @@ from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import Schedule
 from ghostclip.engine.adaptation import policy_for
 from ghostclip.engine.budget import Spending
-from ghostclip.engine.compiled_steps import check_compilable
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.earlier_engines import how_to_count, warn_of_earlier
 from ghostclip.engine.loss_scaling import LossScaling
@@ -177,9 +176,9 @@ class PrivacyEngine(OpacusNames):
         model, optimizer, loader, ranks = self.model, self.optimizer, self.batches(), self._ranks
         release = Release(
             clipper, optimizer, source, self.noise_multiplier, self._terms.at, self._spending.charge,
-            self_check=self_check, scaling=scaling, ranks=ranks, micro_batches=micro_batches,
+            scaling, ranks, micro_batches,
         )  # fmt: skip
-        self._steps = loader.owner = LogicalStep(release)
+        self._steps = loader.owner = LogicalStep(release, self_check)
         agreed = {name: getattr(self, name) for name in AGREED} | {"seed": seed}
         if self.schedule is not None:
             agreed["schedule"] = repr(self.schedule)
@@ -263,19 +262,20 @@ class PrivacyEngine(OpacusNames):
             self._steps.release.failed()
             raise
         try:
-            seen = self._steps.step(batch, loss_fn)
+            return StepRecord.of(self._steps.step(batch, loss_fn, batch_index))
         except BaseException as failure:
             self._steps.abandon(failure)
             raise
-        return StepRecord.of(seen)
 
     def compile(self) -> None:
         """Lets later calls of `step` run as a compiled graph, where the model allows it and the graph is faster.
 
-        The graph holds the whole step, from forward to update, for a logical batch of one physical batch and torch's
-        SGD, Adam or AdamW; else the passes of a physical batch. `GhostClipper.clip` lists the conditions on the loss.
+        A graph holds the forward and both passes of a physical batch; `GhostClipper.clip` lists its conditions.
         """
-        check_compilable(self._spending.unit, self._ranks, self.schedule)
+        if self.schedule is not None:
+            raise ValueError(
+                "compile() and schedule don't go together: a graph is made for one threshold; leave one of them out"
+            )
         self._steps.micro_batches.check_found()
         self._steps.compile(self.batches().limit)
 

@@ -1,9 +1,9 @@
-"""From clipped sums to the noisy gradient: whose turn it is, checks, the charge, one draw of noise, and the update."""
+"""From clipped sums to the noisy gradient: checks, the charge, one draw of noise, and the optimizer's update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,7 +12,7 @@ from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import Composed, GlobalNoise
 from ghostclip.engine.adaptation import Adaptation, adapts
 from ghostclip.engine.distributed import Ranks
-from ghostclip.engine.loss_scaling import LossScaling, show_scaling
+from ghostclip.engine.loss_scaling import SCALED, LossScaling, show_scaling
 from ghostclip.engine.micro_batching import MicroBatches
 from ghostclip.engine.optimizers import held_parameters, with_closure
 from ghostclip.engine.readable import ReadableExamples
@@ -22,13 +22,13 @@ from ghostclip.engine.update_check import UpdateCheck
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.noise import Noise
-from ghostclip.sampling import LogicalBatch
+from ghostclip.sampling import BatchState, LogicalBatch
 from ghostclip.self_check import SelfCheck
+from ghostclip.sharding.detection import is_distributed
 from ghostclip.traces import StepTrace
 
 __all__ = ["Release", "refuse_second_engine"]
 
-T = TypeVar("T")
 NO_STEP = """the logical batch before this one had no step, so nothing of it was charged or released. The loop is
 
     for batch in engine.batches():
@@ -51,23 +51,22 @@ class Release:
         noise_multiplier: of the engine; 0: no noise in any step.
         terms: from a step's number to its noise, batch size and thresholds.
         charge: called with them once for each step, after all checks and before anything is released; it may refuse.
-        self_check: whether the first steps are looked at, see `SelfCheck`.
         scaling: what is known of the scale of losses; None: they come as they are.
         ranks: which train together; None: this process alone.
         micro_batches: how physical batches are divided, on which ranks agree; None: where memory runs out only.
 
     Attributes:
-        clipper, optimizer, charge, scaling, micro_batches: as given.
+        clipper, optimizer, charge, scaling, ranks, micro_batches: as given.
         terms: of the logical batch handed out last, at first those of the first step.
         sums: what was gathered.
         updates: whether parameters moved in steps only.
-        self_check: watches the first steps.
         sensitivity: of what the current logical batch has gathered.
-        batch: handed out last; None once it had its step, or was discarded.
-        pending: whether the logical batch handed out last has had no step.
+        batch: the current one, from when it is handed out until its step was taken, or missed; else None.
+        self_check: watches the first steps; None: nothing does.
         trace: observes steps, or None.
     """
 
+    self_check: SelfCheck | None = None
     trace: StepTrace | None = None
 
     def __init__(
@@ -78,8 +77,6 @@ class Release:
         noise_multiplier: float,
         terms: Callable[[int], Terms],
         charge: Callable[[Terms], None],
-        *,
-        self_check: bool = True,
         scaling: LossScaling | None = None,
         ranks: Ranks | None = None,
         micro_batches: MicroBatches | None = None,
@@ -90,27 +87,38 @@ class Release:
         self.terms = terms(0)
         self.scaling = LossScaling(1.0, optimizer) if scaling is None else scaling
         self.micro_batches = MicroBatches() if micro_batches is None else micro_batches
-        self._ranks = Ranks() if ranks is None else ranks
-        self._ranks.sharding = clipper.sharding
+        self.ranks = Ranks() if ranks is None else ranks
+        self.ranks.sharding = clipper.sharding
         self.sums, self.updates = ClippedSums(clipper), UpdateCheck(clipper.model, clipper.sharding)
-        self.self_check = SelfCheck(clipper, optimizer, self_check)
-        self._readable = ReadableExamples(self._ranks.leads)
+        self._readable = ReadableExamples(self.ranks.leads)
         self._owned = set(clipper.model.parameters())
         policy: Any = clipper.clipping
         self._adaptation = Adaptation(policy) if adapts(policy) else None
         self._allocated = isinstance(policy, Composed) and type(policy.noise) is not GlobalNoise
+        self._alone = self.ranks.size == 1 and not clipper.sharding.sharded
         self.noise_shares()  # which refuses standard deviations that don't fit the noise multiplier
         self.sensitivity = 0.0
         self.batch: LogicalBatch | None = None
-        # Whether the optimizer's step is under way, and whether its private gradient was charged and released.
-        self.pending = self._stepping = self._released = False
-        # Whether all ranks were asked about the current logical batch, so that nobody waits for an answer.
-        self._asked = self._refused = False
+        # How the last one ended, until the next begins. It isn't held itself: it holds the workers of its data loader.
+        self._ended: BatchState | None = None
         self._undo = [
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
             show_scaling(optimizer),
         ]
+
+    # Whose turn it is.
+
+    @property
+    def state(self) -> BatchState | None:
+        """Of the logical batch handed out last; None before the first one."""
+        return self._ended if self.batch is None else self.batch.state
+
+    def _end(self, state: BatchState) -> None:
+        """The logical batch, if there is one, ends in this state."""
+        if self.batch is not None:
+            self.batch.state = self._ended = state
+            self.batch = None
 
     def ready(self, new_loop: bool) -> None:
         """Raises PrivacyError unless the next logical batch may be taken.
@@ -118,43 +126,43 @@ class Release:
         The one before must have had its step, or have been left by an exception: one that came up in the engine, or one
         by which the loop over its physical batches, and then that over ``engine.batches()``, was left.
         """
-        batch = self.batch
         try:
             self.updates.check()
-            if batch is not None and not batch.failed and not (new_loop and batch.interrupted):
+            if self.state is BatchState.COMPLETE or (self.state is BatchState.GATHERING and not new_loop):
                 raise PrivacyError(NO_STEP)
         except PrivacyError as problem:
-            if not self._refused:
-                # Other ranks may be in the step of the batch that isn't taken here.
-                self._refused = True
-                self._ranks.refuse(problem)
+            # Other ranks may be in the step of the batch that isn't taken here.
+            self.ranks.refuse_next(problem)
             raise
 
     def begin(self, batch: LogicalBatch | None) -> None:
         """A logical batch starts, or none: what an earlier one gathered and didn't release is discarded."""
         self.discard()
         self.clipper.sharding.reshard()
-        self._stepping = self._released = self._asked = self._refused = False
+        left, charged = self.lacks_step, self.state is BatchState.CHARGED
+        self._end(BatchState.LEFT if left else BatchState.CHARGED if charged else BatchState.STEPPED)
+        self._ended = BatchState.LEFT if left else None
+        self.ranks.begin()
         if batch is not None:
-            self._make_whole()
-            self.terms = self._terms_at(batch.place)
+            if self.clipper.sharding.sharded:
+                self._unshard()
+            self.batch, self.terms = batch, self._terms_at(batch.place)
+            self.updates.begin()
         self.clipper.passes.threshold_factor = self.terms.threshold_factor
         self.sensitivity = self.clipper.passes.sensitivity
         self.scaling.begin()
         if self.trace is not None:
             self.trace.begin()
-        self.batch = batch
-        if batch is not None:
-            self.pending = True
-            self.updates.begin()
 
-    def _make_whole(self) -> None:
+    def _unshard(self) -> None:
         """All ranks begin a logical batch of a sharded model together, in which its layers have whole Parameters."""
-        if self.clipper.sharding.sharded:
-            self.batch = None  # where another rank refuses
-            self._agreed(lambda: None, lambda: {"same": {"whether a logical batch begins": True}})
-            self._asked = False
-            self.clipper.sharding.unshard()
+        self.ranks.agree({"same": {"whether a logical batch begins": True}}, last=False)
+        self.clipper.sharding.unshard()
+
+    def forget(self) -> None:
+        """Ends the logical batch, whatever its state: it doesn't come again, and nothing of it is charged."""
+        self.begin(None)
+        self._ended = None
 
     def discard(self) -> None:
         """What was gathered is dropped."""
@@ -165,12 +173,17 @@ class Release:
 
     def failed(self) -> None:
         """An exception came up in the engine: the batch may be left without its step."""
-        if self.batch is not None:
-            self.batch.failed = True
+        if self.batch is not None and self.batch.state.is_open:
+            self.batch.state = BatchState.FAILED
+
+    @property
+    def lacks_step(self) -> bool:
+        """Whether the logical batch handed out last was not charged."""
+        return self.state is BatchState.LEFT if self.batch is None else self.batch.state.is_open
 
     def current(self, caller: str) -> LogicalBatch:
-        """The current logical batch; raises PrivacyError, which names the caller, when there is none."""
-        if self.batch is None:
+        """The logical batch that may have its step; raises PrivacyError, which names the caller, when there is none."""
+        if self.batch is None or not self.batch.state.is_open:
             raise PrivacyError(
                 f"{caller} was called without a logical batch of its own, so nothing could be accounted for; call it "
                 "once for each batch (not one of a DataLoader of yours), inside of `for batch in engine.batches()`"
@@ -179,20 +192,8 @@ class Release:
 
     def start(self, discarded: bool) -> None:
         """All ranks begin a step, or discard the batch; raises PrivacyError where some do the other, or refuse."""
-        if self._ranks.size > 1:
-            self._agreed(lambda: None, lambda: {"same": {"whether the batch is discarded": discarded}})
-        self._asked = discarded
-
-    def _agreed(self, work: Callable[[], T], facts: Callable[[], dict[str, Any]]) -> tuple[T, list[dict[str, Any]]]:
-        """`Ranks.agreed`; nobody waits for an answer of this rank from then on."""
-        self._asked = True
-        return self._ranks.agreed(work, facts)
-
-    def tell(self, failure: Exception) -> None:
-        """Other ranks wait in their step for what this one has to say."""
-        if not self._asked:
-            self._asked = True
-            self._ranks.refuse(failure)
+        if self.ranks.size > 1:
+            self.ranks.agree({"same": {"whether the batch is discarded": discarded}}, last=discarded)
 
     def detach(self) -> None:
         """Takes the hooks off the optimizer."""
@@ -200,37 +201,38 @@ class Release:
             undo()
 
     def saw(self, result: ClippingResult) -> None:
-        """What was clipped of a physical batch that was gathered."""
+        """What was clipped of a physical batch that was gathered; a failure before it is mended."""
+        if self.batch is not None and self.batch.state is BatchState.FAILED:
+            self.batch.state = BatchState.GATHERING
         self._readable.saw(result, self.clipper.passes.left_out)
         if self._adaptation is not None:
             self._adaptation.saw(self.clipper.passes.scaled(result.norms))
         if self.trace is not None:
             self.trace.saw(result)
 
+    # The release.
+
     def update(self) -> None:
         """Charges, releases and has the optimizer take its step, even where it has lost the hooks that would do it."""
         self._release()
         self.optimizer.step()
-        if self._stepping:
+        if self.state is BatchState.RELEASED:
             self._stepped()
 
+    @keeping_grad_mode
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The optimizer's pre-hook: the noise comes now, or right after the closure."""
-        try:
-            replaced = with_closure(args, kwargs, self._release)
-            if replaced is None:
-                self._release()
+        if (len(args) > 1 or kwargs) and (replaced := with_closure(args, kwargs, self._release)) is not None:
             return replaced
-        except BaseException:
-            self.failed()
-            raise
+        self._release()
+        return None
 
     @keeping_grad_mode
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The optimizer's post-hook."""
-        if not self._released:
+        if self.state not in (BatchState.RELEASED, BatchState.STEPPED):
             raise PrivacyError(
                 "optimizer.step() came to its end without the engine's noise or charge (its closure was not called, or "
                 "the engine's hook before the step was removed), so nothing of this batch was released. Call "
@@ -240,54 +242,53 @@ class Release:
 
     def _stepped(self) -> None:
         """The update took place: the parameters are what was released."""
-        self._stepping = False
+        self._end(BatchState.STEPPED)
         self.sums.remember_released()
         self.updates.accept()
         self._readable.warn()
-        self.self_check.stepped()
+        if self.self_check is not None:
+            self.self_check.stepped()
         if self.trace is not None:
             self.trace.stepped()
 
-    @keeping_grad_mode
     def _release(self) -> None:
         """Checks everything, charges, and only then turns the clipped sums into the private gradient."""
         # The step of an optimizer's subclass that calls its parent's comes here twice, the release still in place.
-        if self._stepping and self.sums.is_released():
+        if self.state is BatchState.RELEASED and self.sums.is_released():
             return
         try:
-            held, said = self._agreed(self.check, self._facts)
-            self.micro_batches.agree([each["most examples that fit"] for each in said])
-            self.sensitivity = max([self.sensitivity, *(each["sensitivity"] for each in said)])
-            self._readable.agree([each["examples, and whether any was finite"] for each in said])
-            self.spend()
-            self.put_in_place(held, self._make_private)
-        except BaseException:
-            self.failed()
+            batch = self.current("optimizer.step()")
+            held = self._check(batch)
+            if self.ranks.size > 1:
+                self._agree(held)
+            elif is_distributed():
+                self.ranks.check_alone()
+            self.charge(self.terms)
+            batch.state = BatchState.CHARGED
+            self.updates.expect()
+            self.clipper.sharding.reshard()
+            stepped = [parameter for parameter in held if parameter.requires_grad]
+            self.sums.put_in_place(stepped, self._private(stepped, self.sums.complete(stepped)))
+            batch.state = BatchState.RELEASED
+            if self.self_check is not None:
+                self.self_check.released(held)
+        except BaseException as failure:
+            self._give_up(failure)
             raise
 
-    def _facts(self) -> dict[str, Any]:
-        """What ranks tell each other before a step."""
-        held = held_parameters(self._owned, self.optimizer)
-        same = {
-            "whether the batch is discarded": False,
-            "the sample (a digest of it)": self.current("optimizer.step()").digest,
-            "what is trained": [p.numel() for p in held if p.requires_grad],
-        }
-        return {
-            "sensitivity": self.sensitivity,
-            "most examples that fit": self.micro_batches.most,
-            "examples, and whether any was finite": self._readable.facts,
-            "same": same,
-        }
+    def _give_up(self, failure: BaseException) -> None:
+        """The release failed: where it is charged already, some gradients may have their noise and some not."""
+        self.failed()
+        if isinstance(failure, Exception):
+            self.ranks.tell(failure)
+        if self.state is BatchState.CHARGED:
+            self._end(BatchState.CHARGED)
+            self.sums.drop_gradients()
+            self.sums.discard()
 
-    def check(self, missing: int = 0) -> dict[nn.Parameter, None]:
-        """The optimizer's parameters; raises GradientLeakError or PrivacyError unless all is ready for a release.
-
-        Args:
-            missing: physical batches that are still to be gathered.
-        """
-        batch, gathered = self.current("optimizer.step()"), self.sums.count
-        if gathered + missing != len(batch.sizes):
+    def _check(self, batch: LogicalBatch) -> dict[nn.Parameter, None]:
+        """The optimizer's parameters; raises GradientLeakError or PrivacyError unless all is ready for a release."""
+        if (gathered := self.sums.count) != len(batch.sizes):
             if batch.handed < len(batch.sizes):
                 raise PrivacyError(
                     f"optimizer.step() was called after {batch.handed} of the {len(batch.sizes)} physical batches of "
@@ -301,29 +302,46 @@ class Release:
         held = held_parameters(self._owned, self.optimizer)
         self.updates.check_model()
         self.updates.check_written()
-        self.scaling.before_step()
+        if not SCALED.isdisjoint(vars(self.optimizer)):
+            self.scaling.before_step()
         self.sums.check()
         return held
 
-    def spend(self) -> None:
-        """Charges the step, by which the parameters may move from now on."""
-        self.charge(self.terms)
-        self.updates.expect()
+    def _agree(self, held: dict[nn.Parameter, None]) -> None:
+        """Ranks tell each other what they must have in common before a step, and take the largest sensitivity."""
+        facts = {
+            "sensitivity": self.sensitivity,
+            "most examples that fit": self.micro_batches.most,
+            "examples, and whether any was finite": self._readable.facts,
+            "same": {
+                "whether the batch is discarded": False,
+                "the sample (a digest of it)": self.current("optimizer.step()").digest,
+                "what is trained": [p.numel() for p in held if p.requires_grad],
+            },
+        }
+        said = self.ranks.agree(facts)
+        self.sensitivity = max(each["sensitivity"] for each in said)
+        self._readable.agree([each["examples, and whether any was finite"] for each in said])
+        self.micro_batches.agree([each["most examples that fit"] for each in said])
 
-    def put_in_place(
-        self, held: dict[nn.Parameter, None], make_private: Callable[[list[nn.Parameter], list[Tensor]], list[Tensor]]
-    ) -> None:
-        """Ends the logical batch, charged, with its private gradient in the p.grads, for the optimizer's own step."""
-        self._end()
-        self.clipper.sharding.reshard()
-        self.sums.release(held, make_private)
-        self._stepping, self.pending = True, False
-        self.self_check.released(held)
-
-    def _end(self) -> None:
-        """The batch is charged, and released."""
-        self.current("optimizer.step()").stepped = True
-        self.batch, self._released = None, True
+    def _private(self, parameters: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:
+        """(sum + noise) / batch size, of each parameter."""
+        std, batch_size = self.terms.noise_multiplier * self.sensitivity, self.terms.batch_size
+        shares = self.noise_shares() if self._allocated else {}
+        if self.trace is not None:
+            self.trace.released(parameters, sums, [std * shares.get(p, 1.0) for p in parameters])
+        if shares:  # divided by which all sums need the same noise
+            sums = [total / shares.get(p, 1.0) for p, total in zip(parameters, sums, strict=True)]
+        counts = [] if self._adaptation is None else [self._adaptation.counts(std, batch_size, like=sums[0])]
+        if self._alone:
+            private = self._noise.release(sums + counts, std, batch_size)
+        else:
+            private = self.ranks.released(self._noise, sums + counts, std, batch_size, parameters)
+        if self._adaptation is not None:
+            self._adaptation.update(private.pop(), std, batch_size)
+        if shares:
+            private = [each * shares.get(p, 1.0) for p, each in zip(parameters, private, strict=True)]
+        return private
 
     def noise_shares(self) -> dict[nn.Parameter, float]:
         """{parameter: std of the noise in its sum over sigma times the sensitivity}; {} where all of these are 1."""
@@ -339,43 +357,6 @@ class Release:
         """The standard deviation of the noise in each entry of the parameter's private gradient, as it is now."""
         std = self.terms.noise_multiplier * (self.sensitivity or self.clipper.passes.sensitivity)
         return std * self.noise_shares().get(parameter, 1.0) / self.terms.batch_size
-
-    def _make_private(self, parameters: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:
-        std, batch_size = self.terms.noise_multiplier * self.sensitivity, self.terms.batch_size
-
-        def release(every: list[Tensor]) -> list[Tensor]:
-            return self._ranks.released(self._noise, every, std, batch_size, parameters)
-
-        # Divided by their shares of the noise, all sums need the same noise.
-        shares = self.noise_shares()
-        if self.trace is not None:
-            self.trace.released(parameters, sums, [std * shares.get(p, 1.0) for p in parameters])
-        found = [total / shares.get(p, 1.0) for p, total in zip(parameters, sums, strict=True)] if shares else sums
-        private = (
-            release(found) if self._adaptation is None else self._adaptation.release(found, std, batch_size, release)
-        )
-        if shares:
-            private = [each * shares.get(p, 1.0) for p, each in zip(parameters, private, strict=True)]
-        return private
-
-    @property
-    def draws_ahead(self) -> bool:
-        """Whether noise can be had before the sums are there, as an input of a compiled step."""
-        return self._adaptation is None and not self._allocated and hasattr(self._noise, "fill")
-
-    def fill_with_noise(self, out: Tensor) -> None:
-        """Overwrites ``out`` [n] with the noise of this logical batch's release, divided as its sums will be."""
-        fill = self._noise.fill  # type: ignore[attr-defined]
-        fill(out, self.terms.noise_multiplier * self.sensitivity / self.terms.batch_size)
-
-    def updated(self) -> None:
-        """Ends the logical batch, charged and stepped with, without gradients ever having been in place."""
-        self.sums.discard()
-        self.sums.drop_gradients()
-        self._end()
-        self.pending = False
-        self.updates.accept()
-        self._readable.warn()
 
 
 def refuse_second_engine(optimizer: Optimizer) -> None:

@@ -140,7 +140,7 @@ class Snapshots:
 
     def _position(self) -> tuple[int, int, Mapping[str, Any] | None]:
         """Where sampling stands; a batch that was handed out and interrupted before its step comes again."""
-        return self.loader.position(again=self.steps.release.pending)
+        return self.loader.position(again=self.steps.release.lacks_step)
 
     def progress(self) -> dict[str, Any]:
         """What was spent and where training stands: plain data, and what the clipping policy learnt."""
@@ -176,7 +176,7 @@ class Snapshots:
             self._check_state(place, found)
             return found
 
-        found, _ = self.ranks.agreed(check)
+        found = self.ranks.agreed(check)
         self._count(found)
         self.loader.resume(found["progress"]["epoch"], 0, None)
 
@@ -190,14 +190,13 @@ class Snapshots:
     def restore(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None) -> Restored:
         """See `PrivacyEngine.restore`. Everything is checked before anything is changed."""
         extra = _checked(extra)
-        stored, _ = self.ranks.agreed(lambda: self._read(path, extra))
+        stored = self.ranks.agreed(lambda: self._read(path, extra))
         public, private = stored.public, stored.private
         found = {"the steps of a checkpoint": public["progress"], "what it spent": public["spent"]}
         self.ranks.check_alike(found, "when they restore it (from a folder that all of them see)")
         # First of all, so that whatever fails after it, nothing that was spent is forgotten.
         self._count(public)
-        self.steps.begin(None)
-        self.steps.release.pending = False
+        self.steps.release.forget()
         self.steps.updates.expect()
         own = self.model.state_dict()
         self.model.load_state_dict(

@@ -1,4 +1,4 @@
-"""One step: clip the physical batches of a logical batch, add up their sums, release the noisy gradient, update."""
+"""One step of DP-SGD, in the order of the algorithm (Abadi et al. 2016, algorithm 1): see `LogicalStep.step`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
 from ghostclip.clipper import ClippingResult
-from ghostclip.clipper.second_pass import Add
+from ghostclip.clipper.forwards import forward_of
 from ghostclip.clipping.weighing import may_weigh_jointly, refuse_joint_weights
-from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
-from ghostclip.engine.micro_batching import clip_with_retry
+from ghostclip.engine.micro_batching import LossFunction, Piece
 from ghostclip.engine.release import Release
 from ghostclip.errors import LossShapeError, PrivacyError, RowsMovedError, UnsupportedModelError
-from ghostclip.sampling import LogicalBatch, UserRows
-from ghostclip.self_check import LoadedRows
+from ghostclip.sampling import BatchState, LogicalBatch
+from ghostclip.self_check import LoadedRows, SelfCheck
 from ghostclip.traces import StepTrace
 
 __all__ = ["BatchIndexOf", "LogicalStep", "LossFunction", "StepRecord"]
@@ -32,7 +31,6 @@ BatchIndexOf = Callable[[Any], Any] | None
 TRACED_AND_COMPILED = (
     "trace() and compile() don't go together: a compiled step has its sums inside of its graph; leave one of them out"
 )
-OF_INDEX = "batch_index says whose rows are in the whole of it"
 OF_USERS = (
     "with unit_ids, a user's rows lie side by side in the batch, and a layer over [positions x rows, features] parts "
     "them: give it [positions, rows, features] with batch_dim=1, or [rows x positions, features]"
@@ -42,87 +40,134 @@ OF_USERS = (
 class LogicalStep:
     """Clips the physical batches of each logical batch and adds up their sums. `Release` adds the noise to the total.
 
+    Args:
+        release: checks, charge, noise and update.
+        self_check: whether the first steps are looked at, see `SelfCheck`.
+
     Attributes:
-        release: as given: checks, charge, noise and update.
+        release: as given.
         updates, micro_batches: its own.
     """
 
-    def __init__(self, release: Release) -> None:
+    def __init__(self, release: Release, self_check: bool = True) -> None:
         self.release, self.updates, self.micro_batches = release, release.updates, release.micro_batches
         self._clipper, self._optimizer, self._model = release.clipper, release.optimizer, release.clipper.model
-        self._sums, self._self_check, self._scaling = release.sums, release.self_check, release.scaling
+        self._sums, self._scaling = release.sums, release.scaling
+        self._self_check = release.self_check = SelfCheck(self._clipper, self._optimizer, self_check)
+        self._weighs_jointly = may_weigh_jointly(self._clipper.clipping)
         # As a `BatchOwner`.
         self.ready, self.begin = release.ready, release.begin
-        self._compiled: CompiledSteps | None = None
-        # Of ragged examples; and what it gave for the current physical batch.
-        self._index_of: BatchIndexOf = None
-        self._batch_index: Any = None
-        # The physical batch that was handed out last, or the piece of it that is clipped now.
-        self._now = _Rows(0, 0, None)
-        self._weighs_jointly = may_weigh_jointly(self._clipper.clipping)
 
-    def left(self, batch: LogicalBatch) -> None:
-        """A logical batch was left before its last physical one: its sums are discarded, its step will be refused."""
-        if batch is self.release.batch:
-            self.release.discard()
+    def step(
+        self, batch: LogicalBatch, loss_fn: LossFunction, batch_index: BatchIndexOf = None
+    ) -> list[ClippingResult]:
+        """The step of a logical batch that `start` has checked; returns what was clipped of each physical batch."""
+        clip, results = self.clip if self._clipper.compiled is None else self._clip_compiled, []
+        for examples in batch.physical():
+            whole = self._before(batch, loss_fn, examples, batch_index)
+            for piece in self.micro_batches.pieces(whole):  # one, unless memory runs out
+                with piece:
+                    results.append(clip(loss_fn, piece))  # losses, norms, weights, clipped sums
+        self.release.update()  # charge, noise, optimizer.step()
+        self._optimizer.zero_grad()
+        return results
 
-    def abandon(self, failure: BaseException) -> None:
-        """Ends the logical batch after a failure wherever in its step: nothing stands in the way of the next one."""
-        if isinstance(failure, Exception):
-            self.release.tell(failure)
-        self.begin(None)
-        if self._sums.is_released():
-            self._sums.drop_gradients()
+    def clip(self, loss_fn: LossFunction, piece: Piece) -> ClippingResult:
+        """Forward and both passes of a physical batch, or of a piece of one."""
+        with self._clipper.passes.running(forward_of(self._model, loss_fn, piece.examples, piece.rows)):
+            losses = loss_fn(self._model, piece.examples)
+            if self._scaling.is_dynamic:
+                self._scaling.refuse_scaled(losses)
+            return self._gather(losses, piece)
 
-    def discard(self, batch: LogicalBatch | None) -> None:
-        """Ends the logical batch without a release, and charges it; None: whichever had no step."""
-        if batch is not None and (batch.stepped or self.release.batch not in (None, batch)):
-            raise PrivacyError(
-                "batch.discard() is for the logical batch that engine.batches() gave last, before its step; this one "
-                f"{'had its step' if batch.stepped else 'was over before'}"
-            )
-        if self.release.batch is not None:
+    def _gather(self, losses: Tensor, piece: Piece, retain_graph: bool = False) -> ClippingResult:
+        """Adds the clipped sum of the gradients behind losses [rows] to the sums of the logical batch."""
+        passes, release = self._clipper.passes, self.release
+        _check_count(losses, piece)
+        if piece.users is not None:
+            losses = piece.users.add_up(losses)
+        try:
+            with self._clipper.indexed(piece.batch_index, losses), self._sums.physical_batch(piece.more) as add:
+                passes.index.watch()
+                self._self_check.backward(losses)
+                if release.trace is not None:
+                    release.trace.observe(losses)
+                norms, weights = passes.clip(losses, add, retain_graph=retain_graph)
+                result = ClippingResult(norms, weights, passes.sensitivity, losses.detach())
+                self._bound(result)
+        except UnsupportedModelError as error:
+            if piece.users is None or isinstance(error, RowsMovedError):
+                raise
+            raise UnsupportedModelError(f"{error}; {OF_USERS}") from error
+        release.saw(result)
+        return result
+
+    def _bound(self, result: ClippingResult) -> None:
+        """Takes the sensitivity of sums before they count as gathered, lest an interruption part them from their noise.
+
+        Raises:
+            PrivacyError: it doesn't bound an example's part, since weights depend on other examples.
+        """
+        if self._weighs_jointly:
+            refuse_joint_weights(self._clipper.clipping, self._clipper.passes.scaled(result.norms))
+        self.release.sensitivity = max(self.release.sensitivity, result.sensitivity)
+
+    def _clip_compiled(self, loss_fn: LossFunction, piece: Piece) -> ClippingResult:
+        """`clip` by a graph of forward and passes, from the end of the self-check on."""
+        if not self._self_check.over:
+            return self.clip(loss_fn, piece)
+        with self._sums.physical_batch(piece.more) as add:
+            self._clipper.passes.index.watch()
+            result, sums = self._clipper.clip_compiled(loss_fn, piece.examples)
+            if result.losses is not None:
+                _check_count(result.losses, piece)
+            for owner, total in sums:
+                add((owner, None), total)
+            self._bound(result)
+        self.release.saw(result)
+        return result
+
+    def backward(self, losses: Tensor, batch_index: Any, retain_graph: bool) -> ClippingResult:
+        """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
+        try:
+            piece = self._turn(None, batch_index)
+            self.micro_batches.check_found()
+            self._self_check.cannot_compare()
+            losses = self._scaling.unscaled(losses)
             try:
-                self.release.start(discarded=True)
-                self.release.charge(self.release.terms)
-            finally:
-                self.begin(None)
-                self.release.pending = False
+                return self._gather(losses, piece, retain_graph)
+            except RowsMovedError as error:
+                if not error.graph_stays:
+                    raise
+            return self._gather(losses, piece, retain_graph)
+        except BaseException:
+            self.release.failed()
+            raise
 
-    def detach(self) -> None:
-        """Discards what was gathered and takes the hooks off the optimizer."""
-        self.begin(None)
-        self.trace(None)
-        self.release.detach()
-
-    def trace(
-        self, path: str | os.PathLike[str] | None, every: int = 1, steps: Callable[[], int] = int
-    ) -> StepTrace | None:
-        """Ends the trace there is, and begins one where ``path`` says; see `PrivacyEngine.trace` and `StepTrace`."""
-        if path is not None and self._compiled is not None:
-            raise ValueError(TRACED_AND_COMPILED)
-        if path is not None and self._clipper.sharding.sharded:
-            raise ValueError("trace() and fully_shard don't go together: no rank has whole sums; leave one of them out")
-        if self.release.trace is not None:
-            self.release.trace.close()
-        self.release.trace = None if path is None else StepTrace(path, every, self._clipper.passes, steps)
-        return self.release.trace
-
-    def compile(self, largest: int | None) -> None:
-        """Lets `step` compile, for physical batches of at most ``largest`` examples."""
-        if self.release.trace is not None:
-            raise ValueError(TRACED_AND_COMPILED)
-        self._clipper.compile(expected=self.release.terms.batch_size, largest=largest)
-        self._compiled = CompiledSteps(self, self._clipper, self._optimizer, self._self_check)
-
-    def check_between(self, caller: str) -> None:
-        """Raises PrivacyError when a logical batch is half done; else the model has the optimizer's own parameters."""
-        if self._sums.count:
+    def _turn(self, examples: Any, batch_index: Any) -> Piece:
+        """The physical batch that was handed out last; raises PrivacyError unless it is the next to be gathered."""
+        batch = self.release.current("engine.backward()")
+        if batch.handed != self._sums.count + 1:
             raise PrivacyError(
-                f"{caller} was called inside of a logical batch, with private sums of {self._sums.count} of its "
-                "physical batches gathered, which may not be stored; call it after optimizer.step() or batch.discard()"
+                f"engine.backward() ran for {self._sums.count} of the {batch.handed} physical batches handed out so "
+                "far, so this call is not the one that the last of them needs; call it exactly once in each turn of "
+                "`for examples in batch.physical()` (add up several losses of one example first)"
             )
-        self._clipper.sharding.reshard_between_batches(caller)
+        self._clipper.check_whole()
+        self.updates.check_written()
+        rows, users = batch.sizes[batch.handed - 1], batch.users[batch.handed - 1]
+        return Piece(examples, rows, rows if users is None else users.users, users, batch_index)
+
+    def _before(self, batch: LogicalBatch, loss_fn: LossFunction, examples: Any, batch_index: BatchIndexOf) -> Piece:
+        """Before the passes of a physical batch: how many examples fit, and whether their losses depend on others."""
+        whole = self._turn(examples, None if batch_index is None else batch_index(examples))
+        if self.micro_batches.is_open:
+            self.micro_batches.find(self._clipper, self._optimizer, loss_fn, examples, whole.rows)
+        rows, each = batch.rows[batch.handed - 1], whole.rows // whole.units if whole.units else 1
+        loaded = LoadedRows(batch.dataset, batch.collate, rows, batch.passed, each)
+        most = self.micro_batches.most
+        self._self_check.before(loss_fn, examples, loaded, batch, most, ragged=whole.batch_index is not None)
+        return whole
 
     def start(self, batch: LogicalBatch, loss_fn: LossFunction, batch_index: BatchIndexOf = None) -> None:
         """Checks the arguments of `PrivacyEngine.step`; all ranks begin it."""
@@ -136,7 +181,7 @@ class LogicalStep:
         if batch is not self.release.current("engine.step()"):
             raise PrivacyError(
                 "engine.step() got a logical batch that had its step; take the next one of engine.batches()"
-                if batch.stepped
+                if batch.state is BatchState.STEPPED
                 else "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
             )
         _check_loss_function(loss_fn)
@@ -144,160 +189,92 @@ class LogicalStep:
             _check_batch_index(
                 batch_index,
                 {
-                    "compile()": self._compiled is not None,
+                    "compile()": self._clipper.compiled is not None,
                     "unit_ids": any(users is not None for users in batch.users),
                     'max_physical_batch_size="auto"': self.micro_batches.is_open,
                 },
             )
-        self._index_of, self._batch_index = batch_index, None
         self.release.start(discarded=False)
 
-    def step(self, batch: LogicalBatch, loss_fn: LossFunction) -> list[ClippingResult]:
-        """Clips all physical batches, steps the optimizer, ``zero_grad()``; compiled where that was asked for."""
-        if self._compiled is not None:
-            return self._compiled.step(batch, loss_fn)
-        seen = []
-        for examples in batch.physical():
-            self.prepare(loss_fn, examples)
-            seen += self.in_pieces(self.clip, loss_fn, examples)
-        self.release.update()
-        self._optimizer.zero_grad()
-        return seen
+    def left(self, batch: LogicalBatch) -> None:
+        """A logical batch was left before its last physical one: its sums are discarded, its step will be refused."""
+        if batch is self.release.batch:
+            self.release.discard()
 
-    def prepare(self, loss_fn: LossFunction, examples: Any) -> None:
-        """Before the passes of a physical batch: how many examples fit, and whether their losses depend on others."""
-        self.check_turn()
-        now, batch = self._now, self.release.batch
-        assert batch is not None
-        if self._index_of is not None:
-            self._batch_index = self._index_of(examples)
-        elif self.micro_batches.is_open:
-            self.micro_batches.find(self._clipper, self._optimizer, loss_fn, examples, now.rows)
-        places, each = batch.rows[batch.handed - 1], now.rows // now.units if now.units else 1
-        rows = LoadedRows(batch.dataset, batch.collate, places, batch.passed, each)
-        self._self_check.before(
-            loss_fn, examples, rows, batch, most=self.micro_batches.most, ragged=self._batch_index is not None
-        )
+    def abandon(self, failure: BaseException) -> None:
+        """Ends the logical batch after a failure wherever in its step: nothing stands in the way of the next one."""
+        if isinstance(failure, Exception):
+            self.release.ranks.tell(failure)
+        self.begin(None)
+        if self._sums.is_released():
+            self._sums.drop_gradients()
 
-    def in_pieces(
-        self, clip: Callable[[LossFunction, Any], ClippingResult], loss_fn: LossFunction, examples: Any
-    ) -> list[ClippingResult]:
-        """``clip`` of the physical batch that was handed out last, in pieces that fit into memory."""
-        whole = self._now
-        if self._batch_index is not None:
-            return [self.micro_batches.run_whole(lambda: clip(loss_fn, examples), whole.units, OF_INDEX)]
-
-        def work(piece: Any, start: int, stop: int) -> ClippingResult:
-            self._now = whole.piece(start, stop)
-            return clip(loss_fn, piece)
-
-        try:
-            return self.micro_batches.run(work, examples, whole.units, whole.rows)
-        finally:
-            self._now = whole
-
-    def clip(self, loss_fn: LossFunction, examples: Any) -> ClippingResult:
-        """Forward and both passes of the physical batch (or piece of one) that `prepare` has seen."""
-        return clip_with_retry(
-            self._clipper.passes, self._model, loss_fn, examples, self._gather_losses, self._now.rows
-        )
-
-    def backward(self, losses: Tensor, batch_index: Any, retain_graph: bool) -> ClippingResult:
-        """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
-        try:
-            self.check_turn()
-            self.micro_batches.check_found()
-            self._batch_index = batch_index
-            self._self_check.cannot_compare()
-            return self._gather_losses(self._scaling.unscaled(losses), retain_graph)
-        except BaseException:
-            self.release.failed()
-            raise
-
-    def _gather_losses(self, losses: Tensor, retain_graph: bool = False) -> ClippingResult:
-        passes, users = self._clipper.passes, self._now.users
-        self.check_count(losses)
-        if users is not None:
-            losses = users.add_up(losses)
-
-        def clip(add: Add) -> ClippingResult:
-            passes.index.watch()
-            if self.release.trace is not None:
-                self.release.trace.observe(losses)
-            norms, weights = passes.clip(losses, add, retain_graph=retain_graph)
-            return ClippingResult(norms, weights, self._clipper.sensitivity, losses.detach())
-
-        try:
-            with self._clipper.indexed(self._batch_index, losses):
-                self._self_check.backward(losses)
-                try:
-                    return self.gather(clip)
-                except RowsMovedError as error:
-                    if not error.graph_stays:
-                        raise
-                return self.gather(clip)
-        except UnsupportedModelError as error:
-            raise error if users is None else UnsupportedModelError(f"{error}; {OF_USERS}") from error
-
-    def gather(self, clip: Callable[[Add], ClippingResult]) -> ClippingResult:
-        """Gathers the sums that ``clip`` hands over of the current physical batch, or piece of one."""
-
-        def clipped(add: Add) -> ClippingResult:
-            result = clip(add)
-            if self._weighs_jointly:
-                refuse_joint_weights(self._clipper.clipping, self._clipper.passes.scaled(result.norms))
-            # Before the sums count as gathered, lest an interruption part them from their noise.
-            self.release.sensitivity = max(self.release.sensitivity, result.sensitivity)
-            return result
-
-        result = self._sums.gather(clipped, more=self._now.more)
-        self.release.saw(result)
-        self.release.current("engine.backward()").failed = False
-        return result
-
-    def check_turn(self) -> None:
-        """Raises PrivacyError unless the physical batch that was handed out last is the next to be gathered."""
-        batch = self.release.current("engine.backward()")
-        self._clipper.check_whole()
-        if batch.handed != self._sums.count + 1:
+    def discard(self, batch: LogicalBatch | None) -> None:
+        """Ends the logical batch without a release, and charges it; None: whichever had no step."""
+        last = self.release.batch
+        stepped = batch is not None and batch.state in (BatchState.RELEASED, BatchState.STEPPED)
+        if stepped or (batch is not None and last not in (None, batch)):
             raise PrivacyError(
-                f"engine.backward() ran for {self._sums.count} of the {batch.handed} physical batches handed out so "
-                "far, so this call is not the one that the last of them needs; call it exactly once in each turn of "
-                "`for examples in batch.physical()` (add up several losses of one example first)"
+                "batch.discard() is for the logical batch that engine.batches() gave last, before its step; this one "
+                f"{'had its step' if stepped else 'was over before'}"
             )
-        self.updates.check_written()
-        rows, users = batch.sizes[batch.handed - 1], batch.users[batch.handed - 1]
-        self._now = _Rows(rows, rows if users is None else users.users, users)
+        if last is not None and last.state.is_open:
+            try:
+                self.release.start(discarded=True)
+                self.release.charge(self.release.terms)
+                last.state = BatchState.CHARGED
+            finally:
+                self.release.forget()
 
-    def check_count(self, losses: Tensor) -> None:
-        """Raises LossShapeError unless there is a loss for each example of the physical batch, as large as it is."""
-        self._scaling.refuse_scaled(losses)
-        expected = self._now.rows
-        if isinstance(losses, Tensor) and losses.dim() == 1 and losses.shape[0] != expected:
-            raise LossShapeError(
-                f"losses must have one entry for each of the {expected} examples of this physical batch; got "
-                f"{losses.shape[0]}. Average or add up several losses of one example, and give examples that are left "
-                "out a loss of zero"
+    def detach(self) -> None:
+        """Discards what was gathered and takes the hooks off the optimizer."""
+        self.begin(None)
+        self.trace(None)
+        self.release.detach()
+
+    def trace(
+        self, path: str | os.PathLike[str] | None, every: int = 1, steps: Callable[[], int] = int
+    ) -> StepTrace | None:
+        """Ends the trace there is, and begins one where ``path`` says; see `PrivacyEngine.trace` and `StepTrace`."""
+        if path is not None and self._clipper.compiled is not None:
+            raise ValueError(TRACED_AND_COMPILED)
+        if path is not None and self._clipper.sharding.sharded:
+            raise ValueError("trace() and fully_shard don't go together: no rank has whole sums; leave one of them out")
+        if self.release.trace is not None:
+            self.release.trace.close()
+        self.release.trace = None if path is None else StepTrace(path, every, self._clipper.passes, steps)
+        return self.release.trace
+
+    def compile(self, largest: int | None) -> None:
+        """Lets `step` compile, for physical batches of at most ``largest`` examples; raises ValueError if it can't."""
+        if self.release.terms.event.unit == "user":
+            raise ValueError(
+                "compile() and unit_ids don't go together: a compiled step pads batches by rows; leave one of them out"
             )
+        if self.release.ranks.size > 1:
+            raise ValueError("compile() isn't there for several processes that train together; leave it out")
+        if self.release.trace is not None:
+            raise ValueError(TRACED_AND_COMPILED)
+        self._clipper.compile(expected=self.release.terms.batch_size, largest=largest)
+
+    def check_between(self, caller: str) -> None:
+        """Raises PrivacyError when a logical batch is half done; else the model has the optimizer's own parameters."""
+        if self._sums.count:
+            raise PrivacyError(
+                f"{caller} was called inside of a logical batch, with private sums of {self._sums.count} of its "
+                "physical batches gathered, which may not be stored; call it after optimizer.step() or batch.discard()"
+            )
+        self._clipper.sharding.reshard_between_batches(caller)
 
 
-class _Rows(NamedTuple):
-    """What is known of a physical batch, or a piece of one: its rows, its examples or users, and whose rows they are.
-
-    ``users`` are None where every row is a unit of its own; ``more``: another piece of the same physical batch follows.
-    """
-
-    rows: int
-    units: int
-    users: UserRows | None
-    more: bool = False
-
-    def piece(self, start: int, stop: int) -> _Rows:
-        """Of the units from ``start`` to before ``stop``."""
-        if (start, stop) == (0, self.units):
-            return self
-        users = None if self.users is None else self.users.part(start, stop)
-        return _Rows(self.rows // self.units * (stop - start), stop - start, users, stop < self.units)
+def _check_count(losses: Tensor, piece: Piece) -> None:
+    """Raises LossShapeError unless there is a loss for each row of the physical batch, as large as it is."""
+    if isinstance(losses, Tensor) and losses.dim() == 1 and losses.shape[0] != piece.rows:
+        raise LossShapeError(
+            f"losses must have one entry for each of the {piece.rows} examples of this physical batch; got "
+            f"{losses.shape[0]}. Average or add up several losses of one example, and give examples that are left "
+            "out a loss of zero"
+        )
 
 
 def _check_loss_function(loss_fn: Any) -> None:
@@ -346,17 +323,14 @@ class StepRecord:
     @classmethod
     def of(cls, results: Sequence[ClippingResult]) -> StepRecord:
         """The record of a logical batch from its physical ones, in their order."""
-        return cls(
-            _joined([result.losses for result in results]),
-            _joined([result.norms for result in results]),
-            _joined([result.weights for result in results]),
-        )
+        found: list[Any] = [(result.losses, result.norms, result.weights) for result in results]
+        if len(found) == 1:
+            return cls(*found[0])
+        return cls(*map(_joined, zip(*found, strict=True))) if found else cls(*map(torch.zeros, (0, 0, 0)))
 
 
-def _joined(parts: list[Any]) -> Any:
+def _joined(parts: tuple[Any, ...]) -> Any:
     """The physical batches' values one after another: [B], or {group: [B]}."""
-    if len(parts) == 1:
-        return parts[0]
-    if parts and isinstance(parts[0], dict):
+    if isinstance(parts[0], dict):
         return {group: torch.cat([part[group] for part in parts]) for group in parts[0]}
-    return torch.cat(parts) if parts else torch.zeros(0)
+    return torch.cat(parts)

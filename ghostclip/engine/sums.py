@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ghostclip.clipper import GhostClipper
-from ghostclip.clipper.gradient_guard import GradientGuard, have_hooks
+from ghostclip.clipper.gradient_guard import GradientGuard, with_hook
 from ghostclip.clipper.second_pass import Add
 from ghostclip.errors import PrivacyError
 
 __all__ = ["ClippedSums"]
 
 log = logging.getLogger("ghostclip")
-
-T = TypeVar("T")
 
 
 class ClippedSums:
@@ -44,14 +42,14 @@ class ClippedSums:
         self._new = self._passes.new_sums()
         self._totals = clipper.sharding.totals
         # Held until sums come in their place: freed by zero_grad, memory may go back to the system and come again.
-        self._released: list[Tensor | None] = []
+        self._released: list[Tensor] = []
         self._warned = False
 
-    def gather(self, backward: Callable[[Add], T], more: bool = False) -> T:
-        """Adds the clipped sums that ``backward`` hands to the function it gets. Where it fails, all is as it was.
+    @contextmanager
+    def physical_batch(self, more: bool) -> Iterator[Add]:
+        """Around the passes over a physical batch, with what takes its sums. Where they fail, all is as it was.
 
         Args:
-            backward: its result is returned.
             more: what comes next belongs to the same physical batch.
 
         Raises:
@@ -64,11 +62,10 @@ class ClippedSums:
         self._new.totals.clear()  # which an interruption may have left
         try:
             with self._totals.physical_batch(self._new.add, self._new.totals) as add:
-                result = backward(add)
+                yield add
                 self._keep(more)
         finally:
             self._new.totals.clear()
-        return result
 
     def _keep(self, more: bool) -> None:
         """Adds what is new and counts it; where that fails all is discarded, since adding can't be undone."""
@@ -91,67 +88,44 @@ class ClippedSums:
 
     def _refuse_hooks(self) -> None:
         """Raises PrivacyError for a hook on a parameter, which may change its private gradient, or expect one."""
-        trained = self._passes.index.trained()
-        if have_hooks([parameter for _, parameter in trained]):
-            name = next(name for name, parameter in trained if have_hooks([parameter]))
+        if (name := with_hook(self._passes.index.trained())) is not None:
             raise PrivacyError(
                 f"the parameter {name!r} has a hook, which would see no gradient: clipped sums aren't delivered to "
                 "p.grad before the noise is added; remove it (to train a part of the model, set requires_grad=False on "
                 "the rest)"
             )
 
+    def complete(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """See `Totals.complete`."""
+        return self._totals.complete(parameters)
+
     @torch.no_grad()
-    def release(
-        self,
-        held: Collection[nn.Parameter],
-        make_private: Callable[[list[nn.Parameter], list[Tensor]], list[Tensor]],
-    ) -> None:
-        """Puts what ``make_private`` makes of the sums, given their parameters, into the p.grads of ``held``.
-
-        Trained parameters that took no part have zeros for a sum, since optimizers skip None and it would have no
-        noise. The p.grad of every other parameter becomes None. All ranks call it together for a sharded model, whose
-        sums are this rank's shards.
-        """
-        self._totals.complete()
-        stepped = [parameter for parameter in held if parameter.requires_grad]
-        try:
-            private = make_private(stepped, self.of(stepped))
-            self._warn_of_lost()
-            self.drop_gradients()
-            for parameter, total in zip(stepped, private, strict=True):
-                parameter.grad = total.to(parameter.dtype)
-            self.remember_released()
-        except BaseException:
-            # Some may have their noise by now and some not.
-            self.drop_gradients()
-            raise
-        finally:
-            self.discard()
-
-    def of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """The sums of some of the parameters, float32 or wider; zeros where a parameter took no part."""
-        return [self._totals.of(parameter) for parameter in parameters]
+    def put_in_place(self, parameters: Sequence[nn.Parameter], private: Sequence[Tensor]) -> None:
+        """Puts private gradients into the p.grads in place of the sums; every other p.grad becomes None."""
+        self._warn_of_lost()
+        self.drop_gradients()
+        for parameter, gradient in zip(parameters, private, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+        self.remember_released()
+        self.discard()
 
     def _warn_of_lost(self) -> None:
         """Logs once that a gradient came between the backward and the step."""
-        if self._warned or not self.count:
-            return
-        name = next((name for name, parameter in self._named if parameter.grad is not None), None)
-        if name is not None:
-            self._warned = True
-            log.warning(
-                "a gradient of %r came between engine.backward() and the step and has no effect: the step overwrites "
-                "p.grad. Put what is to be minimised into each example's loss",
-                name,
-            )
+        for name, parameter in self._named:
+            if parameter.grad is not None and self.count and not self._warned:
+                self._warned = True
+                log.warning(
+                    "a gradient of %r came between engine.backward() and the step and has no effect: the step "
+                    "overwrites p.grad. Put what is to be minimised into each example's loss",
+                    name,
+                )
 
     def remember_released(self) -> None:
         """Takes what stands in the p.grads for what a step left there, which needs no zero_grad."""
-        self._guard.remember(self._named)
-        self._released = [parameter.grad for _, parameter in self._named]
+        self._released = self._guard.remember(self._named)
 
     def is_released(self) -> bool:
-        """Whether the p.grads hold nothing but what `release` put there."""
+        """Whether the p.grads hold nothing but what `put_in_place` put there."""
         return self._guard.knows(self._named)
 
     def drop_gradients(self) -> None:

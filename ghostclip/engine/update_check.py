@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -37,14 +39,18 @@ class UpdateCheck:
 
     def _look_around(self) -> None:
         """Remembers which parameters and submodules each module has."""
-        self._owners = [owner for module in self._model.modules() for owner in (module._parameters, module._modules)]
+        self._owners: list[dict[str, Any]] = []
+        for module in self._model.modules():
+            self._owners += (module._parameters, module._modules)
         # They are held, so that no other object gets the id of one that is gone.
         self._held: list[Any] = [value for owner in self._owners for value in owner.values()]
         self._ids = self._ids_now()
 
     def _ids_now(self) -> list[int]:
-        values = [value for owner in self._owners for value in owner.values()]
-        return [id(self._sharding.stepped.get(id(value), value)) for value in values]
+        found = [*map(id, chain.from_iterable(map(dict.values, self._owners)))]
+        if stepped := self._sharding.stepped:
+            return [id(stepped[each]) if each in stepped else each for each in found]
+        return found
 
     def begin(self) -> None:
         """A logical batch begins; at the first one, and after a step that failed, parameters are as they may be."""
@@ -64,21 +70,19 @@ class UpdateCheck:
         """Raises PrivacyError where a trained parameter isn't as the last charged step left it."""
         self.check_model()
         self.check_written()
-        if self._versions is not None:
-            self._refuse_other(self._sharding.addresses(self._parameters), self._addresses)
+        if self._versions is not None and (now := self._sharding.addresses(self._parameters)) != self._addresses:
+            self._refuse_other(now, self._addresses)
 
     def check_written(self) -> None:
         """Raises PrivacyError where a trained parameter was written to since the last charged step.
 
         Within a logical batch values may lie elsewhere: recurrent layers on a GPU gather weights in the forward.
         """
-        if self._versions is not None:
-            self._refuse_other(self._sharding.versions(self._parameters), self._versions)
+        if self._versions is not None and (now := self._sharding.versions(self._parameters)) != self._versions:
+            self._refuse_other(now, self._versions)
 
     def _refuse_other(self, now: list[int], before: list[int]) -> None:
         """Raises PrivacyError where the number of a trained parameter differs."""
-        if now == before:
-            return
         for name, parameter, this, that in zip(self._names, self._parameters, now, before, strict=True):
             if this != that and parameter.requires_grad:
                 raise self._changed(name)
@@ -98,7 +102,7 @@ class UpdateCheck:
         if self._ids_now() != self._ids:
             self._refuse_others()
             self._look_around()
-        now = [parameter.dtype for parameter in self._parameters]
+        now = [*map(attrgetter("dtype"), self._parameters)]
         if now == self._types:
             return
         for name, this, that in zip(self._names, now, self._types, strict=True):

@@ -1,12 +1,13 @@
 """Sampling: which examples are in a batch, how they are loaded, and what a step over them is charged as."""
 
 from .batches import LogicalBatches
-from .logical import LogicalBatch
+from .logical import BatchState, LogicalBatch
 from .schemes import Poisson, Scheme, Truncated, WithoutReplacement, scheme_named
 from .unit_ids import users_of_rows
 from .users import UserRows, Users
 
 __all__ = [
+    "BatchState",
     "LogicalBatch",
     "LogicalBatches",
     "Poisson",

@@ -22,7 +22,7 @@ from ghostclip.sampling.loading import (
     say_sampler_is_replaced,
     size_of,
 )
-from ghostclip.sampling.logical import BatchOwner, LogicalBatch, Unowned
+from ghostclip.sampling.logical import BatchOwner, BatchState, LogicalBatch, Unowned
 from ghostclip.sampling.schemes import Scheme, scheme_named
 from ghostclip.sampling.users import Users
 from ghostclip.validate import positive_int
@@ -291,7 +291,7 @@ class _Epoch:
             self._plan.owner.begin(batch)
             return batch
         except BaseException:
-            batch.failed = True
+            batch.state = BatchState.FAILED
             raise
 
     def _catch_up(self) -> None:

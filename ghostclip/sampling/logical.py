@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -9,7 +10,29 @@ from ghostclip.errors import PrivacyError
 from ghostclip.sampling.draws import Physical
 from ghostclip.sampling.users import UserRows
 
-__all__ = ["BatchOwner", "LogicalBatch", "Unowned"]
+__all__ = ["BatchOwner", "BatchState", "LogicalBatch", "Unowned"]
+
+
+class BatchState(enum.Enum):
+    """How far a logical batch is: from GATHERING by COMPLETE, CHARGED and RELEASED to STEPPED, as a rule.
+
+    One whose step was missed is LEFT; it is CHARGED for good where it was discarded on purpose, or where its release
+    failed after the charge. An empty one begins as COMPLETE, so that it isn't left out without a charge.
+
+    Attributes:
+        is_open: whether a step may still be taken.
+    """
+
+    GATHERING = "its physical batches are handed out, and their clipped sums gathered", True
+    COMPLETE = "the loop over its physical batches is over", True
+    FAILED = "work of the package with it raised an exception; what it gathered may be completed, or left", True
+    LEFT = "it was over without a step", False
+    CHARGED = "its step is charged, and nothing released", False
+    RELEASED = "its noisy gradient is in place, and the optimizer's step under way", False
+    STEPPED = "its step was taken", False
+
+    def __init__(self, meaning: str, is_open: bool) -> None:
+        self.is_open = is_open
 
 
 class BatchOwner(Protocol):
@@ -45,9 +68,7 @@ class LogicalBatch:
         sizes: the number of rows in each physical batch; no numbers for an empty sample.
         users: whose rows they are, for each physical batch; None where examples are the units of privacy.
         handed: how many physical batches were handed out so far.
-        interrupted: whether there are physical batches, and the loop over them has not come to its end.
-        failed: whether an exception came up in work of the package with this batch, after which nothing was gathered.
-        stepped: whether its step was taken.
+        state: how far it is.
         place: the number of its step, by which a schedule has its terms; 0 for the model's first step.
         digest: tells samples apart where several processes share one out; "" where there is one.
         dataset, collate: what physical batches are made of, and by.
@@ -68,17 +89,16 @@ class LogicalBatch:
         self.sizes = [len(rows) for rows, _ in physical]
         self.users: list[UserRows | None] = [users for _, users in physical]
         self.handed = 0
-        self.failed = self.stepped = False
-        # One that is empty looks like one whose step was forgotten: it isn't left out without a charge.
-        self.interrupted = bool(self.sizes)
+        self.state = BatchState.GATHERING if self.sizes else BatchState.COMPLETE
         self._load, self._owner = load, owner
         self._functions: list[Callable[[Any], Any]] = []
         self._started = False
 
     def __repr__(self) -> str:
         """Says how far it is, and nothing of its size."""
-        over = "stepped" if self.stepped else "failed" if self.failed else ""
-        return f"LogicalBatch(step {self.place}, {over or ('handed out in part' if self.handed else 'not yet used')})"
+        started = "handed out in part" if self.handed else "not yet used"
+        known = self.state in (BatchState.GATHERING, BatchState.COMPLETE)
+        return f"LogicalBatch(step {self.place}, {started if known else self.state.name.lower()})"
 
     def physical(self) -> Iterator[Any]:
         """Iterates over the physical batches. Leaving the loop before the last one discards the logical batch.
@@ -127,13 +147,17 @@ class LogicalBatch:
     def _hand_out(self) -> Iterator[Any]:
         try:
             for _ in self.sizes:
-                examples = self.passed(self._load())
+                examples = self._load()
+                if self._functions:
+                    examples = self.passed(examples)
                 self.handed += 1
                 yield examples
         except BaseException as end:
-            self.failed = self.failed or not isinstance(end, GeneratorExit)
+            if self.state.is_open and not isinstance(end, GeneratorExit):
+                self.state = BatchState.FAILED
             if self.handed < len(self.sizes):
                 self._owner.left(self)
             raise
         # The last statement: wherever Ctrl-C comes before it, the next loop goes on.
-        self.interrupted = False
+        if self.state is BatchState.GATHERING:
+            self.state = BatchState.COMPLETE

@@ -19,6 +19,7 @@ from ghostclip.clipper.trial import trying, without_trace
 from ghostclip.planner import Planner
 from ghostclip.self_check.loading import Loaded, LoadedRows
 from ghostclip.self_check.model_state import State, changed, frozen_marks, state_of
+from ghostclip.sharding.plain import Sharding
 
 __all__ = ["LossFunction", "TrialLosses", "TrialOutcome"]
 
@@ -163,7 +164,9 @@ class TrialLosses:
         """The same of a copy of the model in float64; None where not all comes in that type."""
         with trying():
             model = copy.deepcopy(self.model).double()
-        passes = None if self._passes is None else FirstPasses(model, self._passes.clipping, "auto", Planner(), None)
+        passes = None
+        if self._passes is not None:
+            passes = FirstPasses(model, Sharding(model), self._passes.clipping, "auto", Planner(), None)
         found = TrialLosses(self._loss_fn, model, self.rows.widened(), passes)
         as_much = (found.first.norms is None) == (self.first.norms is None)
         return found if as_much and found.first.losses.dtype == torch.float64 else None

@@ -248,7 +248,7 @@ class FullySharded(Sharding):
             return parts + found[len(parameters) :]
         draws = self._replicas is None or dist.get_rank(self._replicas) == 0
         # Agreed, so that a rank that fails here isn't left behind by the others.
-        shards, _ = ranks.agreed(lambda: noise.release(totals, std, divisor) if draws else totals)
+        shards = ranks.agreed(lambda: noise.release(totals, std, divisor) if draws else totals)
         shards = self._as_shards(self._from_first_replica(shards), parameters)
         return shards + (ranks.release_total(noise, others, std, divisor) if others else [])
 
@@ -322,10 +322,14 @@ class ShardedTotals(Totals):
         if sum(total.nbytes for total in waiting) > self._sharding.most_bytes:
             self._begun = True
             self.add(new)
-            self.complete()
+            self._reduce_all()
 
-    def complete(self) -> None:
+    def _reduce_all(self) -> None:
         self._sharding.ask([self._place[owner] for owner in self if owner in self._place])
+
+    def complete(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        self._reduce_all()
+        return super().complete(parameters)
 
     def reduce(self, place: int) -> None:
         """Adds what waits of a parameter's sum on all ranks to this rank's shard."""

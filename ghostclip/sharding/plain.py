@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -45,11 +46,11 @@ class Sharding:
 
     def versions(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         """A number for each of all stepped parameters, in order, that grows when its values are written to."""
-        return [parameter._version for parameter in parameters]
+        return [*map(attrgetter("_version"), parameters)]
 
     def addresses(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         """Where the values of each lie."""
-        return [parameter.data_ptr() for parameter in parameters]
+        return [*map(Tensor.data_ptr, parameters)]
 
     def unshard(self) -> None:
         """A logical batch begins: until `reshard` each layer has whole Parameters while it runs."""
@@ -99,9 +100,9 @@ class Totals(dict[int, Tensor]):
     @torch.no_grad()
     def add(self, new: dict[int, Tensor]) -> None:
         """Adds the sums of a physical batch, and empties ``new``."""
-        if both := [owner for owner in new if owner in self]:
-            torch._foreach_add_([self[owner] for owner in both], [new[owner] for owner in both])
-        self.update({owner: total for owner, total in new.items() if owner not in self})
+        if self and (both := [owner for owner in new if owner in self]):
+            torch._foreach_add_([self[owner] for owner in both], [new.pop(owner) for owner in both])
+        self.update(new)
         new.clear()
 
     def physical_batch(self, add: Add, new: dict[int, Tensor]) -> AbstractContextManager[Add]:
@@ -111,11 +112,15 @@ class Totals(dict[int, Tensor]):
     def check(self) -> None:
         """Raises PrivacyError where the sums can't be completed."""
 
-    def complete(self) -> None:
-        """Reduces sums over the ranks; all call it together, after their last physical batch."""
+    def complete(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """The sums of parameters that the optimizer steps, or of their shards; zeros where one took no part.
 
-    def of(self, parameter: nn.Parameter) -> Tensor:
-        """The sum of a parameter that the optimizer steps, or its shard; zeros where it took no part."""
-        if (found := self.get(id(parameter))) is not None:
-            return found
-        return torch.zeros_like(local_part(parameter), dtype=torch.promote_types(parameter.dtype, torch.float32))
+        All ranks call it together, after their last physical batch.
+        """
+        found = []
+        for parameter in parameters:
+            if (total := self.get(id(parameter))) is None:
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                total = torch.zeros_like(local_part(parameter), dtype=wide)
+            found.append(total)
+        return found

@@ -243,7 +243,7 @@ def test_a_trial_draws_no_random_numbers_that_eager_training_would_not():
 
 
 @pytest.mark.slow
-def test_inductor_trains_as_eager_does_with_one_graph_of_the_passes_and_one_of_the_update():
+def test_inductor_trains_as_eager_does_with_one_graph_of_the_passes():
     weights = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -261,7 +261,7 @@ def test_inductor_trains_as_eager_does_with_one_graph_of_the_passes_and_one_of_t
         weights.append([p.detach().clone() for p in model.parameters()])
         if compiled:
             found = engine._steps._clipper.compiled
-            assert found.graphs == 2
+            assert found.graphs == 1
             assert found.seconds > 0
             assert all("eager is faster" in reason for reason in found.refusals)
     for left, right in zip(*weights, strict=True):

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ghostclip
 from ghostclip import models, native, nn
 from ghostclip.clipping import Custom, PerLayer, as_policy
-from ghostclip.compiled import update
 from ghostclip.graph import layouts
 from ghostclip.norms.outer import gram
 
@@ -192,12 +191,3 @@ def test_on_the_processor_no_norm_becomes_nan(monkeypatch):
     clipper.passes.first_pass = lambda *given, **options: seen.append(options) or true(*given, **options)
     clipper.backward(model(*inputs))
     assert [options.get("exact", False) for options in seen] == [False]
-
-
-def test_the_counts_of_an_optimizer_are_read_by_one_host_sync(monkeypatch):
-    counts = [torch.tensor(3.0), torch.tensor(5.0), torch.tensor(5.0)]
-    found = [update._read(counts)]
-    monkeypatch.setattr("ghostclip.compiled.update.may_sync", lambda device: False)
-    assert counted(monkeypatch, lambda: found.append(update._read(counts))) == 1
-    assert found == [[3.0, 5.0, 5.0]] * 2
-    assert update._read([]) == []

@@ -173,7 +173,7 @@ def test_a_backward_that_fails_half_way_leaves_the_sums_before_it(
     engine.backward(runs.losses_of(model, next(parts)))
     second = next(parts)
     sums, clipper = engine._steps._sums, engine._steps._clipper
-    before = [total.clone() for total in sums.of(model.parameters())]
+    before = [total.clone() for total in sums.complete(model.parameters())]
     clip = clipper.passes.clip
 
     def fails(losses: Any, add: Any, **options: Any) -> None:
@@ -185,7 +185,7 @@ def test_a_backward_that_fails_half_way_leaves_the_sums_before_it(
         with pytest.raises(MemoryError):
             engine.backward(runs.losses_of(model, second))
     assert all(torch.count_nonzero(total) for total in before)
-    assert all(map(torch.equal, sums.of(model.parameters()), before))
+    assert all(map(torch.equal, sums.complete(model.parameters()), before))
     runs.assert_refused(engine, PrivacyError, "after 2 of the")
 
 
@@ -309,11 +309,3 @@ def test_a_spent_budget_stops_before_anything_is_released(model: nn.Module) -> N
         engine.optimizer.step()
     assert engine.steps_taken == 3
     assert torch.equal(runs.weights(model), before)
-
-
-def test_a_piece_that_an_interruption_left_is_not_taken_for_the_next_batch(engine: PrivacyEngine) -> None:
-    engine._steps._now = engine._steps._now._replace(
-        rows=1, units=1
-    )  # as Ctrl-C leaves it in the last line of in_pieces
-    engine.step(next(runs.nonempty(engine)), runs.losses_of)
-    assert engine.steps_taken == 1

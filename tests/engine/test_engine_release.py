@@ -81,7 +81,7 @@ def test_engine_step_releases_with_noise_even_without_hooks(
     for broken in (False, True):
         model = runs.network()
         engine = private(model, torch.optim.SGD(model.parameters(), lr=0.5), batch_size=24, **KINDS[kind])
-        engine._steps._sums.release = noted = Releases(engine._steps._sums.release)
+        engine._steps.release._private = noted = Releases(engine._steps.release._private)
         engine.compile() if kind == "compiled" else None
         lose(engine) if broken else None
         before = runs.weights(model)
@@ -96,18 +96,15 @@ def test_engine_step_releases_with_noise_even_without_hooks(
 class Releases:
     """Notes what is put in place of sums."""
 
-    def __init__(self, release: Callable[..., None]) -> None:
-        self.release, self.made = release, []
+    def __init__(self, private: Callable[[list[Any], list[Tensor]], list[Tensor]]) -> None:
+        self.private, self.made = private, []
 
-    def __call__(self, held: Any, make_private: Callable[[list[Any], list[Tensor]], list[Tensor]]) -> None:
-        def noted(parameters: list[Any], sums: list[Tensor]) -> list[Tensor]:
-            before = [total.clone() for total in sums]
-            private = make_private(parameters, sums)
-            assert not any(torch.equal(total / 24, part) for total, part in zip(before, private, strict=True))
-            self.made.append(torch.cat([part.flatten() for part in private]))
-            return private
-
-        self.release(held, noted)
+    def __call__(self, parameters: list[Any], sums: list[Tensor]) -> list[Tensor]:
+        before = [total.clone() for total in sums]
+        private = self.private(parameters, sums)
+        assert not any(torch.equal(total / 24, part) for total, part in zip(before, private, strict=True))
+        self.made.append(torch.cat([part.flatten() for part in private]))
+        return private
 
 
 class Deaf(torch.optim.SGD):

@@ -11,6 +11,7 @@ from charged_steps import private, steps
 
 from ghostclip import BudgetExceededError, PrivacyError
 from ghostclip.engine import PrivacyEngine
+from ghostclip.sampling import BatchState
 
 
 def small(batch_size: int = 1, **changes: Any) -> PrivacyEngine:
@@ -68,8 +69,8 @@ def test_a_batch_without_a_step_is_refused_when_the_next_is_taken(loop: Callable
     with pytest.raises(PrivacyError, match=r"had no step(.|\n)*for examples in batch\.physical\(\)(.|\n)*discard\(\)"):
         train(engine, loop, seen)
     assert engine.steps_taken == len(seen) - 1
-    assert [batch.stepped for batch in seen] == [True] * (len(seen) - 1) + [False]
-    for _ in range(2 * (not seen[-1].interrupted)):
+    assert all(batch.state is BatchState.STEPPED for batch in seen[:-1])
+    for _ in range(2 * (seen[-1].state is BatchState.COMPLETE)):
         with pytest.raises(PrivacyError, match="had no step"):
             next(iter(engine.batches()))
     charged = engine.steps_taken

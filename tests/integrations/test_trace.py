@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ghostclip import clipping as c
 from ghostclip import traces
+from ghostclip.sampling import BatchState
 from ghostclip.traces.steps import noise_scale
 
 POLICIES: dict[str, Any] = {
@@ -174,7 +175,7 @@ def trained(trace: Path | None, second_pass: str, step: bool, policy: Any) -> tu
     if trace is not None:
         engine.trace(trace, every=2)
     for batch in [batch for _ in range(2) for batch in _stepwise(engine, step)]:
-        assert batch.stepped
+        assert batch.state is BatchState.STEPPED
     return [*found, runs.weights(model)], torch.get_rng_state()
 
 

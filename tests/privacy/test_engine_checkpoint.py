@@ -58,7 +58,7 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import sys; sys.path.insert(0, "tests")
+import sys; sys.path.insert(0, "tests/support")
 import checkpointed_runs as runs
 engine = runs.engine_of("adam")
 engine.restore(sys.argv[1])
@@ -152,11 +152,11 @@ def test_a_half_done_batch_is_not_stored(tmp_path: Path) -> None:
     parts = batch.physical()
     engine.backward(runs.losses_of(engine.model, next(parts)))
     sums = engine._steps._sums
-    before = [total.clone() for total in sums.of(engine.model.parameters())]
+    before = [total.clone() for total in sums.complete(engine.model.parameters())]
     for call in (engine.save, engine.restore):
         with pytest.raises(PrivacyError, match=r"inside of a logical batch, with private sums of 1 of its physical"):
             call(tmp_path / "x")
-    assert all(map(torch.equal, sums.of(engine.model.parameters()), before))
+    assert all(map(torch.equal, sums.complete(engine.model.parameters()), before))
     for examples in parts:
         engine.backward(runs.losses_of(engine.model, examples))
     engine.optimizer.step()

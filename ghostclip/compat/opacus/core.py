@@ -109,7 +109,9 @@ class CoreEngine(PrivacyEngine):
     def batch(self) -> LogicalBatch | None:
         """The current logical batch, of which a physical batch was handed out, or which is empty."""
         batch = self._steps.release.batch
-        return batch if batch is not None and (batch.handed or not batch.sizes) else None
+        if batch is None or not batch.state.is_open:
+            return None
+        return batch if batch.handed or not batch.sizes else None
 
     @property
     def rows(self) -> int:

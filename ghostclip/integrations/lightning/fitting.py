@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ghostclip.clipper.trial import is_trial
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import LossShapeError, PrivacyError
-from ghostclip.sampling import LogicalBatch, users_of_rows
+from ghostclip.sampling import BatchState, LogicalBatch, users_of_rows
 
 __all__ = ["TrainLoader", "length_of", "methods_for", "replace_methods", "transferred"]
 
@@ -79,7 +79,7 @@ class TrainLoader:
     def charge_left_out(self) -> None:
         """Charges the step of the last batch where a hook had Lightning leave it out, which may depend on the data."""
         batch, self._last = self._last, None
-        if batch is not None and not (batch.stepped or batch.handed or batch.failed):
+        if batch is not None and batch.state in (BatchState.GATHERING, BatchState.COMPLETE) and not batch.handed:
             batch.discard()
 
     def state_dict(self) -> dict[str, Any]:
