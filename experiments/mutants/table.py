@@ -1469,8 +1469,8 @@ OBSERVED = [
     Mutant(
         "an example that is not finite is in a trace's sums",
         PASSES,
-        "self._sum(losses, run, weights, finite, True, sums.add)",
-        "self._sum(losses, run, torch.ones_like(some), None, True, sums.add)",
+        "self._sum(run, weights, finite, True, sums.add)",
+        "self._sum(run, torch.ones_like(some), None, True, sums.add)",
         (*TRACED, "-k", "not_finite"),
     ),
     Mutant(
