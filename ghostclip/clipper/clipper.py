@@ -264,7 +264,7 @@ class GhostClipper(RefusesNames):
         ``loss_fn`` is called once, with the whole batch; twice more, with some examples in the places of others, when
         parameters are used outside of layers, or layers read no examples, in a kind of graph that is new.
 
-        With ``compile=True`` forward and passes become one graph. It is traced on the first batch of a shape, compared
+        With ``compile=True`` forward and passes become one graph. It is traced on the third batch of a shape, compared
         with the eager passes on the next four, and used from then on if it gives the same sums faster;
         ``compiled.refusals`` says why not. The loss may depend on nothing but the batch, the parameters, the modules'
         modes and torch's random numbers.

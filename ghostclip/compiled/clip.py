@@ -1,4 +1,4 @@
-"""When a compiled graph is used: made at the first batch of a shape, tried beside eager, kept if faster."""
+"""When a compiled graph is used: made once ownership was measured for a shape, tried beside eager, kept if faster."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 A batch is measured when its structure is unknown; when it is the 2nd, 4th, 8th and so on of its structure, or every
 128th; when it is at least twice as large as any that was measured; when operations in it move rows by values; and when
-something shows up where all gradients were zero. What is found is stored only where it is regular (every example has as
-many rows, in order) and was shown by rows of two examples, which fit no other order. Any other structure is measured in
-every batch.
+something shows up where all gradients were zero. What is found is stored, from the 2nd batch on, only where it is
+regular (every example has as many rows, in order) and was shown by rows of two examples, which fit no other order. Any
+other structure is measured in every batch.
 """
 
 from __future__ import annotations

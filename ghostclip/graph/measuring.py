@@ -1,8 +1,10 @@
 """What one batch shows: whose the rows of each layer are, and what all examples share.
 
-Of a graph that is new, marks are read at all of its tensors (`whole`). Where every batch of a structure is measured,
-and what all examples share was found in an earlier one, they are read at the layers and at the boundaries alone
-(`in_part`): below a boundary whose rows have one owner each, gradients are those of that example.
+Marks are read at the layers, and at some tensors between them. For a layout that is to be stored these are all, since
+any operation may move rows by values in a later batch (moves.py); else those from parameters used outside of layers up
+to where examples enter (`whole`). Where what all examples share was found in an earlier batch of the structure, they
+are the boundaries alone (`in_part`): below a boundary whose rows have one owner each, gradients are those of that
+example.
 """
 
 from __future__ import annotations
