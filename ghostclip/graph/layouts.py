@@ -94,6 +94,7 @@ class _Structure:
         batches: how many there were.
         layout: as it was found, where it is taken to hold; None: the next batch is measured.
         always: whether every batch is measured, since one was irregular, or refused.
+        unsettled: whether all tensors of a batch were looked at, and its layout was not to be stored.
         shared: what all examples share, where it was shown not to depend on them; None: that isn't known.
         largest_norm: of an example in a batch that was measured.
     """
@@ -101,6 +102,7 @@ class _Structure:
     batches: int = 0
     layout: _Layout | None = None
     always: bool = False
+    unsettled: bool = False
     shared: KnownShared | None = None
     largest_norm: float = 0.0
 
@@ -223,7 +225,8 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
     found = None
     try:
         # What all examples share is looked for again in the 1st, 2nd, 4th batch and so on, and with a stored layout.
-        if structure.layout is None and structure.shared is not None and not structure.is_anew:
+        open_ = structure.layout is None and (structure.unsettled or not may_store)
+        if open_ and structure.shared is not None and not structure.is_anew:
             found = measuring.in_part(batch, structure.shared, hold)
         if found is None:
             found = measuring.whole(batch, every_tensor=may_store)
@@ -254,6 +257,7 @@ def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: b
     before, structure.layout = structure.layout, None
     if not may_store:
         return
+    structure.unsettled = True
     if not all(each.is_regular for each in seen):
         structure.always = True
         return
@@ -264,6 +268,7 @@ def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: b
     unseen = any(owned[call].zero for call in found.tables) or not (region is None or region.shown)
     if moved or unseen or any(not each.shown or each.unclear for each in seen):
         return
+    structure.unsettled = False
     structure.layout = _Layout(
         [None if call in found.tables else owned[call].rows or Rows(call.batch_dim, "example") for call in uses.calls],
         [number for number, call in enumerate(uses.calls) if owned[call].zero],

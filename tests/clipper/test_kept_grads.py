@@ -136,9 +136,10 @@ def products(each):
 
 def test_small_linear_layers_need_no_second_backward():
     each, cached = perceptron(), perceptron(second_pass="cached")
-    first, *later = [products(each) for _ in range(3)]
-    assert [products(cached) for _ in range(3)][1:] == later
-    assert later[0] <= first < products(perceptron(memory_budget=1))
+    last, of_cached, of_second = (
+        [products(one) for _ in range(3)][-1] for one in (each, cached, perceptron(memory_budget=1))
+    )
+    assert last == of_cached < of_second
     cached.backward(few(cached.model))
     each.backward(few(each.model))
     for name, gradient in gradients(each.model).items():

@@ -101,7 +101,7 @@ class BroadcastBoundary:
         """Whether an input of ``shape``, made as large as the output by broadcasting, is repeated along ``dim``."""
         whole = shape_of(self.edge)
         place = self.dim - (len(whole) - len(shape))
-        return place < 0 or (shape[place] == 1 and whole[self.dim] != 1)
+        return place < 0 or (bool(whole) and shape[place] == 1 and whole[self.dim] != 1)
 
 
 def matrix_of(edge: Edge) -> tuple[Target, bool]:

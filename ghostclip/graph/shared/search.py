@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
-from ghostclip.graph.moves import hides_constants
+from ghostclip.graph.moves import made_of_parameters
 from ghostclip.graph.nodes import ACCUMULATE, Edge, inputs_of, shape_of
 from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
@@ -115,6 +115,9 @@ def shared_part(
             outputs.setdefault(subject[0], []).append(subject)
     tables = {uses.capturing[call]: call for call in uses.calls if may_be_shared(call, owned[call], doubt)}
     shared = dict.fromkeys([*uses.leaves, *tables])
+    # No example can enter where a weight is transposed. Its rows may have one owner each all the same, where each unit
+    # is active for one example; but a layer's own product may have been given the same transpose.
+    weights = {node for node in made_of_parameters(uses) if not node.name().startswith(("Expand", "Repeat"))}
     met: dict[Any, None] = {}
     stack = list(shared)
     while stack:
@@ -128,8 +131,7 @@ def shared_part(
             if isinstance(call, LayerCall) and call in owned and (owned[call].zero or owned[call].open):
                 tables[node] = call
             of_one = all(each.is_of_one for each in doubted) and reads_examples(node, shared)
-            alone = takes_nothing_else(node, shared)
-            if node in tables or not subjects or alone or (doubted and not of_one):
+            if node in tables or not subjects or node in weights or (doubted and not of_one):
                 met.pop(node, None)
                 shared[node] = None
                 stack.append(node)
@@ -165,17 +167,6 @@ def reads_examples(node: Any, shared: Container[Any]) -> bool:
     made of others' rows, too, what they were made of would be shared.
     """
     return any(below is not None and below not in shared for below, _ in inputs_of(node))
-
-
-def takes_nothing_else(node: Any, shared: Container[Any]) -> bool:
-    """Whether no example can enter at a node, as where a weight is transposed.
-
-    Its rows may have one owner each all the same, where each unit is active for one example. But a layer's own product
-    may have been given the same transpose, so that its gradient has the layer's in it, too.
-    """
-    inputs = [below for below, _ in inputs_of(node)]
-    repeated = node.name().startswith(("Expand", "Repeat"))  # as many times as there are examples, perhaps
-    return bool(inputs) and not repeated and all(below in shared for below in inputs) and not hides_constants(node)
 
 
 def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
