@@ -2660,14 +2660,14 @@ BY_MARKS = [
     Mutant(
         "a mark of one",
         OF_MARKS,
-        "    lowest: int = -32\n",
-        "    lowest: int = -31\n",
+        "    lowest: int = -16\n",
+        "    lowest: int = -15\n",
         (*PARTS, "powers_of_two"),
     ),
     Mutant(
         "marks above one",
         OF_MARKS,
-        "    lowest: int = -32\n",
+        "    lowest: int = -16\n",
         "    lowest: int = 20\n",
         (*TRAPPED, "clamps"),
     ),

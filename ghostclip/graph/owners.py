@@ -142,7 +142,11 @@ def owners(
     dims, examples = {each: _dims(each, known or {}) for each in subjects}, len(losses)
     sized = {each: dims[each][0] for each in subjects[: len(calls)] or subjects}
     backward = functools.partial(_backward, losses, calls, dims, leaves)
-    way = Marks.of_half(_largest(sized, backward(torch.ones_like(losses))), losses.dtype) if half else Marks()
+    way = (
+        Marks.of_half(_largest(sized, backward(torch.ones_like(losses))), losses.dtype)
+        if half
+        else Marks.of_batch(examples)
+    )
     plain = backward(torch.full_like(losses, way.plain), gradients)
     sizes = None if half else _sizes(sized, plain, examples)
     marks = way.drawn_apart(losses, sizes)
