@@ -178,7 +178,7 @@ def test_what_is_known_of_many_structures_is_forgotten(monkeypatch):
 
 
 def test_a_structure_whose_second_measurement_fails_is_measured_from_then_on(monkeypatch):
-    clipper, model, x = clipped(Layers, with_the_mean, "cached", (FAINT,))
+    clipper, model, x = clipped(Layers, with_the_mean, "cached", (FAINT,) * 3)  # the fourth is measured
     failing = LossShapeError("losses of another shape")
     monkeypatch.setattr(measuring, "owners", lambda *_, **__: (_ for _ in ()).throw(failing))
     with pytest.raises(LossShapeError):
