@@ -2767,7 +2767,7 @@ BY_MARKS = [
         SEARCH,
         "    if found.is_shared or doubt is Doubt.NOTHING or found.zero or not found.open:\n",
         "    if True:\n",
-        ("tests/laws/test_coinciding_sizes.py", "-k", "does_not_own"),
+        ("tests/clipper/test_nonfinite_shared.py", "-k", "overflow_in_float32"),
     ),
     Mutant(
         "owners that fit loosely are certain",
