@@ -1469,8 +1469,8 @@ OBSERVED = [
     Mutant(
         "an example that is not finite is in a trace's sums",
         PASSES,
-        "self._sum(run, weights, finite, True, sums.add)",
-        "self._sum(run, torch.ones_like(some), None, True, sums.add)",
+        "self._sum(run, weights, finite, True, sums.add, norms)",
+        "self._sum(run, torch.ones_like(some), None, True, sums.add, norms)",
         (*TRACED, "-k", "not_finite"),
     ),
     Mutant(
@@ -2877,7 +2877,7 @@ BY_MARKS = [
     Mutant(
         "a layer may be given what all examples share",
         MEASURING,
-        "                    raise given_shared(call, batch.names)\n",
+        "                    raise given_shared(region.given[0], batch.names)\n",
         "                    pass\n",
         (*CHANGES, "given_what"),
     ),

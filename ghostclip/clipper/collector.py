@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ghostclip.graph.marks import numbers
 from ghostclip.graph.row_layout import RowLayout
-from ghostclip.nn.base import LayerCall
+from ghostclip.nn.base import LayerCall, Part
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.precision import full_precision
@@ -22,14 +22,12 @@ from ghostclip.norms.reduce import norms, rounding_margin
 from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
 from ghostclip.planner import SOLE, Planner, StrategyChoice, kept_bytes
 
-__all__ = ["Keep", "Kept", "NormCollector", "Part", "TermReceiver", "norm_dtype"]
+__all__ = ["Keep", "Kept", "NormCollector", "TermReceiver", "norm_dtype"]
 
-# A trained parameter by its id, or the (start, stop) of its first axis: what one term is about.
-Part = tuple[int, tuple[int, int] | None]
 # Terms by the parts that they are of.
 Kept = dict[tuple[Part, ...], PerExampleGrads | LinearPair]
 # The id of a parameter, squared norms [B] of its gradients, and what their rounding margin follows from.
-Measured = tuple[int, Tensor, Tensor | None]
+SquaredNorms = tuple[int, Tensor, Tensor | None]
 
 
 class Keep(enum.Enum):
@@ -93,8 +91,8 @@ class TermReceiver(ABC):
                 if pair is not None:
                     self._take_pair([parts[name] for name in pair.names], pair)
                     return
-            # The largest first, the last to be worth keeping: what it holds is there for the others. One after another:
-            # a term may hold tensors of its own, which go when the next is made.
+            # The largest parameter first: the tensors that its term keeps are there for the smaller ones. One term at a
+            # time: what it made for itself is freed before the next.
             for name in sorted(parts, key=lambda name: -call.owners[name].numel()):
                 term = call.term(name, inputs, grad)
                 self._take(call, name, parts[name], term if folded is None else regrouped(term, *folded))
@@ -169,7 +167,7 @@ class NormCollector(TermReceiver):
         self._planner, self._trained, self.scale = planner, trained, scale
         self._keep, self._room, self._exact = keep, room, exact
         self.takes_pairs = keep is not Keep.MATERIALISED
-        self._measured: list[Measured] = []
+        self._measured: list[SquaredNorms] = []
         # What is computed again in order not to be kept is not kept here, either.
         self.computes_again = any(call.has_saved_tensor_hooks for call in layout.calls)
         self._not_kept = set[int]()
@@ -277,7 +275,7 @@ class NormCollector(TermReceiver):
 
     def norms_by_group(self, group_of: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The same for each group of {id of a trained parameter: group}; zeros for one that took no part."""
-        members: dict[str, list[Measured]] = {group: [] for group in group_of.values()}
+        members: dict[str, list[SquaredNorms]] = {group: [] for group in group_of.values()}
         for each in self._measured:
             if each[0] in group_of:
                 members[group_of[each[0]]].append(each)
@@ -298,7 +296,7 @@ class NormCollector(TermReceiver):
             return found if self.scale == 1.0 else found / self.scale
         return found / self.scale.to(found.dtype).view(-1, *[1] * (found.dim() - 1))
 
-    def _bounded(self, measured: Sequence[Measured]) -> tuple[Tensor, Tensor]:
+    def _bounded(self, measured: Sequence[SquaredNorms]) -> tuple[Tensor, Tensor]:
         """Norms and bounds [B] of some parameters together."""
         squared, absolute = [each for _, each, _ in measured], [each for *_, each in measured if each is not None]
         found = self._root(squared)

@@ -293,7 +293,7 @@ def bytes_to_keep(calls: Sequence[LayerCall]) -> int:
 
 
 class translated_errors(AbstractContextManager[Any]):
-    """torch's errors about changed or freed tensors and missing second derivatives, said in ours: a context."""
+    """A context that raises our errors for torch's about changed or freed tensors and missing second derivatives."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *where: Any) -> None:
         if not isinstance(error, RuntimeError):

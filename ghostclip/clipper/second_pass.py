@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.clipper.collector import Keep, Kept, NormCollector, Part, TermReceiver
+from ghostclip.clipper.collector import Keep, Kept, NormCollector, TermReceiver
 from ghostclip.clipper.first_pass import FirstPasses, translated_errors, without_autocast
 from ghostclip.clipper.random_states import drawing_from
 from ghostclip.clipping import Groupwise
@@ -25,7 +25,7 @@ from ghostclip.graph.layouts import MOVED
 from ghostclip.graph.marks import Marks, compared, numbers
 from ghostclip.graph.reader import first_pass, free_graph
 from ghostclip.graph.row_layout import RowLayout
-from ghostclip.nn.base import LayerCall
+from ghostclip.nn.base import LayerCall, Part
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.precision import full_precision
@@ -151,7 +151,7 @@ class TwoPasses(FirstPasses):
             some = next(iter(norms.values())) if isinstance(norms, dict) else norms
             weights = torch.ones_like(some) if finite is None else finite.to(some.dtype)
             sums = self.new_sums()
-            self._sum(run, weights, finite, True, sums.add)
+            self._sum(run, weights, finite, True, sums.add, norms)
             return by_group, sums.totals
 
     def weighted_sums(self, weights: Any, run: NormCollector) -> list[tuple[Part, Tensor]]:
@@ -249,11 +249,11 @@ class WeightedSums:
 class Reweighting(TermReceiver):
     """The sink of a second backward: clipped sums by each layer's rule, from the gradients that were measured.
 
-    It starts from the losses as they are, not from weighted ones, so that every rounding error is the first pass's:
-    what is summed has the norm that was measured. Reweighting the losses (Lee & Kifer 2020) is the same in exact
-    arithmetic; in floating point an attention or a normalization of large, nearly constant or saturated inputs, or two
-    branches that cancel, give mostly rounding errors, others for other weights, and one example could move the sum by
-    many times the bound. Sums in narrow types are float32's here.
+    It starts from the losses as they are, not from weighted ones, so that rounding errors are those of the first pass:
+    what is summed has the norm that was measured. In exact arithmetic, reweighting the losses (Lee & Kifer 2020) gives
+    the same. In floating point, gradients below an attention or a normalization of large, nearly constant or saturated
+    inputs are mostly rounding errors. Weighted losses round in another way, and the sum of an example could exceed its
+    measured norm many times. Sums of narrow types are formed in float32.
 
     Args:
         layout: the first pass's.

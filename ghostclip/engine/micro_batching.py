@@ -37,11 +37,13 @@ log = logging.getLogger("ghostclip")
 
 @dataclass
 class Piece(AbstractContextManager[None]):
-    """A physical batch or a part of one, entered for its forward and passes: notes what it is to be divided for.
+    """A physical batch or a part of one; a context for its forward and passes.
+
+    It catches what `MicroBatches.pieces` tries again for: memory that ran out, and RowsMovedError.
 
     Attributes:
         examples: as the loss function gets them.
-        rows: of its tensors in dimension 0, as many for each unit.
+        rows: size of its tensors in dimension 0, a multiple of ``units``.
         units: how many examples (or users) it has.
         users: whose rows they are; None where each row is a unit of its own.
         batch_index: for ragged examples: the example of each row, as `GhostClipper.backward` takes it.
@@ -145,7 +147,7 @@ class MicroBatches:
     def find(
         self, clipper: GhostClipper, optimizer: Optimizer, loss_fn: LossFunction, examples: Any, rows: int
     ) -> None:
-        """Finds ``most`` by trial, where it is open and the batch has examples.
+        """Finds ``most`` by trial, if the batch has examples; to be called while it is open.
 
         Raises:
             TypeError: the batch can't be divided.

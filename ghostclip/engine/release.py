@@ -111,7 +111,7 @@ class Release:
 
     @property
     def state(self) -> BatchState | None:
-        """Of the logical batch handed out last; None before the first one."""
+        """Of the logical batch handed out last; None before the first one, and after one that was forgotten."""
         return self._ended if self.batch is None else self.batch.state
 
     def _end(self, state: BatchState) -> None:
@@ -160,7 +160,7 @@ class Release:
         self.clipper.sharding.unshard()
 
     def forget(self) -> None:
-        """Ends the logical batch, whatever its state: it doesn't come again, and nothing of it is charged."""
+        """Ends the logical batch, whatever its state, without a charge of its own; it doesn't come again."""
         self.begin(None)
         self._ended = None
 

@@ -1,9 +1,9 @@
-"""An alarm in every batch whose ownership isn't measured: do its gradient norms follow marks?
+"""An alarm in batches whose ownership isn't measured: do their gradient norms follow marks?
 
-The one backward of such a batch starts from marks, 2 ** -15 to 1 in random order, in place of ones, and norms are
-divided by them. Where every row belongs to the example that it is taken to belong to, that changes nothing. Where rows
-are mixed, examples with small marks inherit from those with large ones: their norms come out too large. So ranks of
-norms and marks are compared, and the largest norm with the largest that was ever measured.
+In one of 16 such batches, drawn at random, the first backward starts from marks, 2 ** -15 to 1 in random order, in
+place of ones, and norms are divided by them. Where every row belongs to the example that it is taken to belong to, that
+changes nothing. Where rows are mixed, examples with small marks inherit from those with large ones: their norms come
+out too large. So ranks of norms and marks are compared, and the largest norm with the largest that was ever measured.
 """
 
 from __future__ import annotations

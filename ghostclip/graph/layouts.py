@@ -1,10 +1,11 @@
 """When ownership is measured, and what is remembered of it: one layout for each structure of graphs.
 
 A batch is measured when its structure is unknown; when it is the 2nd, 4th, 8th and so on of its structure, or every
-128th; when it is at least twice as large as any that was measured; when operations in it move rows by values; and when
-something shows up where all gradients were zero. What is found is stored, from the 2nd batch on, only where it is
-regular (every example has as many rows, in order) and was shown by rows of two examples, which fit no other order. Any
-other structure is measured in every batch.
+128th (16th in float16); when it is at least twice as large as any that was measured; when operations in it move rows by
+values; when a hook was registered since the forward; and when something shows up where all gradients were zero. What is
+found is stored, from the 2nd batch on, only where it is regular (every example has as many rows, in order), was shown
+by rows of two examples, which fit no other order, and no operation moved rows. Any other structure is measured in every
+batch.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MOVED = (
 EVERY, EVERY_HALF = 128, 16
 # Of the others one in so many, at random, is watched by marks. In a small network that takes as long as half a step.
 WATCHED = 16
-# Of the largest norm: below it squares of gradients would leave float32 beside marks.
+# Structures whose largest norm is below it aren't watched: beside marks of 2 ** -15 squares would leave float32.
 SMALL = 1e-8
 # Where so many structures are remembered, all are forgotten: a forward that cuts its inputs at random makes new ones
 # for ever.
@@ -65,7 +66,7 @@ class _Layout:
         silent_calls, silent_edges: whose gradients were zero.
         shared, met: what all examples share, and the rows of its boundaries.
         movements: what has to be looked at in each batch.
-        largest: of how many examples the largest batch was that was measured.
+        largest: examples in the largest batch that was measured.
         half: whether some operation computes in float16.
     """
 
@@ -94,7 +95,7 @@ class _Structure:
         batches: how many there were.
         layout: as it was found, where it is taken to hold; None: the next batch is measured.
         always: whether every batch is measured, since one was irregular, or refused.
-        unsettled: whether all tensors of a batch were looked at, and its layout was not to be stored.
+        unsettled: whether the last batch whose tensors were all looked at showed a layout that may not be stored.
         shared: what all examples share, where it was shown not to depend on them; None: that isn't known.
         largest_norm: of an example in a batch that was measured.
     """
@@ -140,6 +141,7 @@ class Layouts:
 
         Raises:
             UnsupportedModelError: examples mix, or an index doesn't agree.
+            LossShapeError: no example enters before the losses.
         """
         if len(losses) < 2:
             return _of_one(losses, uses)

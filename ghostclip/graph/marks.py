@@ -13,10 +13,11 @@ from torch import Tensor
 
 __all__ = ["Marks", "compared", "numbers", "numbers_by_dim"]
 
-# Gradients of one example that are larger than another's by more than this power of two are made alike by this one.
+# An example's gradients are divided by at most 2 ** FARTHEST to bring them to the size of the smallest example's. For
+# sizes 2 ** 40, 1 and 2 ** 3 these are 2 ** 40, 1 and 2 ** 3.
 FARTHEST = 80.0
-# Smaller ones than this power of two are left out of that, and none is made smaller than the second by it: beside marks
-# they would leave float32.
+# Examples below 2 ** SMALLEST don't set that size, and no gradient is divided to below 2 ** LOWEST: beside marks it
+# would leave float32.
 SMALLEST, LOWEST = -30.0, -60.0
 
 # Drawn apart from torch's own random numbers, which must not depend on whether a batch is measured.
@@ -29,8 +30,9 @@ class Marks:
     """The powers of two that losses are multiplied with, and what counts as equal.
 
     Attributes:
-        levels, lowest: marks are 2 ** lowest to 2 ** (lowest + levels - 1). All are less than ``plain``: a backward
-            that normalizes what it is given returns every row as it was, as if its mark were ``plain``.
+        levels, lowest: marks are 2 ** lowest to 2 ** (lowest + levels - 1). Where ownership is measured all are less
+            than ``plain``: a backward that normalizes what it is given returns every row as it was, as if its mark were
+            ``plain``.
         tolerance: what share of its largest entry a row may be off, before it isn't multiplied with its mark.
         rounding: what share it may be off where one example alone has a part in it.
         floor: rows whose largest entry is no larger show nothing. None: a large multiple of the smallest normal number,
@@ -72,7 +74,7 @@ class Marks:
             losses: [B].
             sizes: [n, B] or [B], of the examples' gradients. Where these differ by more than 2 ** 10, marks bring them
                 to one size; else what a small example has in a row of a large one would be within `tolerance`. None:
-                they differ by less.
+                they differ by less, or aren't known.
         """
         marks = next(self._digits(losses))
         return marks if sizes is None else marks * _alike(sizes).to(marks.dtype)
@@ -98,7 +100,7 @@ class Marks:
 
 
 def _alike(sizes: Tensor) -> Tensor:
-    """Powers of two [B] that make the largest sizes of all examples about that of the smallest; ones where they are."""
+    """Powers of two [B] that bring all examples to the size of the smallest; ones where none exceeds 2 ** 10."""
     sizes = sizes.double().view(-1, sizes.shape[-1])
     known = sizes.isfinite() & (sizes > 0)
     power, infinite = torch.where(known, sizes, 1.0).log2().round(), torch.full_like(sizes, math.inf)
@@ -140,7 +142,7 @@ def _of_first(high: Tensor, low: Tensor, along: Tensor) -> Tensor:
     if not high.numel():
         return high.new_zeros(2, len(high))
     high, low, along = (each.reshape(len(each), -1) for each in (high, low, along))
-    # Thrice as fast as the largest absolute value, and ten times as fast as the norm that is one.
+    # The larger of max and -min takes a third of the time of abs().max(), and a tenth of that of norm(inf).
     largest = torch.maximum(high.amax(1), low.amin(1).neg_())
     return torch.stack([largest, along @ _direction(along.shape[1], along.dtype, along.device)])
 
@@ -152,7 +154,7 @@ def _direction(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Compared(NamedTuple):
-    """Which rows do not fit their marks, which do only to within `Marks.tolerance`, and which show whose they are."""
+    """Of each row: whether it is off by more than `Marks.tolerance`, by more than `Marks.rounding`, and comparable at all."""
 
     off: Tensor
     loose: Tensor

@@ -163,8 +163,8 @@ def _shared_by_all(batch: Batch, owned: Mapping[Subject, Owned]) -> SharedSubgra
             if region is not None:
                 batch.keep_resident(region.parameters)
                 region.shown = check_shared(batch.uses, region, owned, batch.names, batch.forward)
-                for call in region.given:
-                    raise given_shared(call, batch.names)
+                if region.given:
+                    raise given_shared(region.given[0], batch.names)
             return region
         except (LossShapeError, UnsupportedModelError):
             if doubt is Doubt.NOTHING:

@@ -98,7 +98,7 @@ def _may_mix(node: Any, word: str, owned: Mapping[Edge, Owned]) -> bool:
 
 
 def _worked(node: Any, word: str, slot: int, edge: Edge) -> Collection[int]:
-    """Along which dimensions of a tensor that it is given in a place an operation goes."""
+    """The dimensions of an input that an operation reduces or mixes: of x in x @ w, slot -2, the last."""
     total = len(_shape(edge))
     if word in op.PRODUCTS:  # the last two are its factors
         return {-2: {total - 1}, -1: {max(total - 2, 0)}}.get(slot - len(node.next_functions), set())
@@ -256,7 +256,7 @@ def _scattered_dimensions(mask: Tensor, source: Edge) -> set[int]:
 
 
 def _is_in_order(index: Tensor, size: int) -> bool:
-    """Whether all entries along a dimension of that size stay in place, along the first that an index is broadcast to.
+    """Whether an index is 0, 1, ..., size - 1, of shape [size] or [size, 1, ...], so that entries stay in place.
 
     h[torch.arange(B), lengths] is how a model picks a position of each example, and h[torch.arange(B)[:, None], places]
     is how it picks several.

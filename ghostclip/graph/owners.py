@@ -15,9 +15,11 @@ come out multiplied with any one power of two. Three examples, and a layer that 
     owner                     0      1      0      several: 1.0 of example 0, 2.0 of example 1
 
 So two backwards, a plain one and a marked one, show for every row whether it belongs to the example that it should
-belong to if the rows are in order (three, for more examples than there are marks). Where it doesn't, the marks that it
-came out with show whose it is, and one more backward under other marks confirms it: of the mean of two examples' rows,
-1/2 * (1/8 + 1/2) = 5/16, nobody is the owner, but under marks that differ more it looks like half of the larger one.
+belong to if the rows are in order. More examples than marks take a marked one for each digit of their numbers; float16
+and gradients of very unequal sizes take one more. Where it doesn't, the marks that it
+came out with show whose it is, and one more backward under other marks confirms it: the mean of
+two rows with marks 2 ** -1 and 2 ** -20 comes out with about 2 ** -2, which may be a third example's mark, but hardly is
+under other marks.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ class Owned:
 
     @property
     def unread(self) -> bool:
-        """Whether no row is finite; ``rows`` are only those that it may have."""
+        """Whether no row could be compared, each being tiny or not finite; ``rows`` are only those that it may have."""
         return self.rows is not None and not self.zero and not self.examples
 
     @property

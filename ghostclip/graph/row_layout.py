@@ -34,7 +34,7 @@ class RowLayout:
         rows: of every layer's use, and of the tensors at which parameters used outside of layers meet the examples.
         stored: whether the next batch like this one is taken to be laid out alike.
         measured: whether this one was measured.
-        half: whether some operation computes in float16.
+        half: whether some operation computes in float16; False where the batch was measured.
         gradients: of a backward from ones, of all layers and boundaries; None where they weren't held.
         check: what is left to be seen in the gradients of the pass itself; nothing is clipped before.
     """

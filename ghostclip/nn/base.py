@@ -29,6 +29,7 @@ __all__ = [
     "PROBE",
     "GhostLayer",
     "LayerCall",
+    "Part",
     "Sink",
     "built_of_wrappers",
     "has_saved_tensor_hooks",
@@ -53,6 +54,8 @@ LAYERS: dict[type, type[GhostLayer]] = {}
 
 # What computed a tensor; None for leaves.
 GRAD_FN = operator.attrgetter("grad_fn")
+# A trained parameter by its id, or the (start, stop) of its first axis: what one term is about.
+Part = tuple[int, tuple[int, int] | None]
 Sink = Callable[["LayerCall", tuple[Tensor, ...], Tensor], None]
 
 

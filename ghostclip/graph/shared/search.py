@@ -40,10 +40,12 @@ __all__ = [
 
 
 class Doubt(enum.Enum):
-    """Which rows that may have several owners (`Owned.open`) are taken for shared.
+    """Which tensors whose rows may have several owners (`Owned.open`) are taken for shared.
 
-    All of them; those in no order, and those of which none is finite, but for layers that were given a tensor that the
-    graph has; or none.
+    ALL: all of them.
+    IRREGULAR: those whose rows are in no order; and of those in order the ones of which no row is finite, unless they
+    are given by a layer with an input in the graph.
+    NOTHING: none.
     """
 
     ALL = enum.auto()
@@ -115,8 +117,9 @@ def shared_part(
             outputs.setdefault(subject[0], []).append(subject)
     tables = {uses.capturing[call]: call for call in uses.calls if may_be_shared(call, owned[call], doubt)}
     shared = dict.fromkeys([*uses.leaves, *tables])
-    # No example can enter where a weight is transposed. Its rows may have one owner each all the same, where each unit
-    # is active for one example; but a layer's own product may have been given the same transpose.
+    # What is made of parameters alone, as W.t() for F.linear(x, W), is no boundary even if each of its rows has one owner
+    # (each unit is active for one example): the node W.t() may be a layer's own, too, and its gradient then has what the
+    # layer's rule gives already.
     weights = {node for node in made_of_parameters(uses) if not node.name().startswith(("Expand", "Repeat"))}
     met: dict[Any, None] = {}
     stack = list(shared)
@@ -163,8 +166,9 @@ def given_shared(call: LayerCall, names: ParameterNames) -> UnsupportedModelErro
 def reads_examples(node: Any, shared: Container[Any]) -> bool:
     """Whether a node is given a tensor of the graph that isn't shared.
 
-    Rows that are all one example's then are no mixture, as an expert's that got rows of one example only: were they
-    made of others' rows, too, what they were made of would be shared.
+    Suppose that all rows of its output belong to one example, as those of an expert that got rows of one example only.
+    If other examples had a part in them, rows of its inputs would have several owners, and the inputs were shared. So an
+    input that isn't shared rules mixing out.
     """
     return any(below is not None and below not in shared for below, _ in inputs_of(node))
 
@@ -247,9 +251,9 @@ def mixes(node: Any, names: ParameterNames) -> UnsupportedModelError:
 
 
 def without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> SharedSubgraph:
-    """All of the graph below which parameters are that are used by ``shared`` or outside of layers.
+    """What is shared with the losses as its only boundary: all that parameters outside of layers, and of ``shared``, reach.
 
-    Of one example all is its own, so that the losses are the boundary; of none, there is no gradient.
+    For a batch of one example, to which everything belongs; for one of none, in which nothing has a gradient.
     """
     leaves = {node: node.variable for node in uses.leaves}
     while True:

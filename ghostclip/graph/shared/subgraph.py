@@ -22,7 +22,7 @@ from ghostclip.graph.shared.boundary import BroadcastBoundary, Target
 from ghostclip.graph.shared.closed_forms import terms_at
 from ghostclip.graph.shared.computed import of_parameters
 from ghostclip.native.custom_ops import is_traced
-from ghostclip.nn.base import LayerCall
+from ghostclip.nn.base import LayerCall, Part, Sink
 from ghostclip.nn.fallback import FallbackCall, of_table
 from ghostclip.norms.precision import full_precision
 from ghostclip.norms.pullback import pulled_back
@@ -30,10 +30,6 @@ from ghostclip.norms.ragged import combined
 from ghostclip.norms.term import Dense, PerExampleGrads
 
 __all__ = ["SharedSubgraph", "parameters_of"]
-
-Sink = Callable[[LayerCall, tuple[Tensor, ...], Tensor], None]
-# A parameter by its id, and which part of it.
-Use = tuple[int, tuple[int, int] | None]
 
 
 @dataclass
@@ -45,7 +41,7 @@ class SharedSubgraph:
         boundaries: where it meets the examples.
         leaves: the parameters it starts from outside of layers: {accumulating node: parameter}.
         calls: {capturing node: call} of layers that saw no examples.
-        shared: all of its nodes.
+        shared: all of its nodes; empty where it was found again by a stored layout.
         shown: whether it was shown to be the same whatever the examples are.
         given: layers with examples that are given what all share; there is no rule for them.
         silent: tensors with a gradient of zeros where something shared may meet the examples.
@@ -82,7 +78,7 @@ class SharedSubgraph:
         # Experts' matrices have uses of their own; a parameter that nothing else uses has no other.
         others = set(from_below(*[node for (node, _), part in targets if part is None])) if parts else set()
         split = {id(self.leaves[node]) for node, _ in parts if node not in others}
-        uses: list[Use] = [(owner, None) for owner in self._parameters if owner not in split]
+        uses: list[Part] = [(owner, None) for owner in self._parameters if owner not in split]
         uses += [(id(self.leaves[node]), part) for node, part in parts]
         self._uses = {use: FallbackCall(self._parameters[use[0]], self.examples, use[1]) for use in uses}
         self.uses = [*self._uses.values()]
@@ -133,9 +129,9 @@ class SharedSubgraph:
                 found.setdefault(target, []).append(term)
         return found
 
-    def _down(self, terms: dict[Target, list[PerExampleGrads]]) -> dict[Use, list[PerExampleGrads]]:
+    def _down(self, terms: dict[Target, list[PerExampleGrads]]) -> dict[Part, list[PerExampleGrads]]:
         """Each example's gradients at the uses, given those at tensors of the region."""
-        found: dict[Use, list[PerExampleGrads]] = {}
+        found: dict[Part, list[PerExampleGrads]] = {}
         left: dict[Edge, PerExampleGrads] = {}
         for (edge, part), parts in terms.items():
             if edge[0] in self.leaves:
@@ -170,7 +166,7 @@ def parameters_of(call: LayerCall) -> dict[int, Any]:
     return {id(call.owners[name]): call.owners[name] for name in call.own}
 
 
-def _refuse_spread(losses: Tensor, found: dict[Use, list[PerExampleGrads]]) -> None:
+def _refuse_spread(losses: Tensor, found: dict[Part, list[PerExampleGrads]]) -> None:
     """Raises UnsupportedModelError where what isn't finite came from one example to another's gradients.
 
     Those of examples with finite losses [B] would be left out for another's, which no bound covers.
