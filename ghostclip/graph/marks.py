@@ -154,7 +154,7 @@ def _direction(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Compared(NamedTuple):
-    """Of each row: whether it is off by more than `Marks.tolerance`, by more than `Marks.rounding`, and comparable at all."""
+    """Of each row: whether it is off by more than `Marks.tolerance`, or than `Marks.rounding`; and is comparable."""
 
     off: Tensor
     loose: Tensor

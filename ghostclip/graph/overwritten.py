@@ -1,7 +1,8 @@
 """Whether what all examples share is the same whatever the examples are: the forward is run twice more.
 
 A table of positions and a mean over the batch look alike in a gradient: several losses depend on each of their rows.
-They differ in what they are computed from. So the forward is run again on two batches with no example in common (twice for each guess of what is shared):
+They differ in what they are computed from. So the forward is run again on two batches with no example in common (twice
+for each guess of what is shared):
 
     batch              mean of the batch     a table
     a  b  c  d         (a + b + c + d) / 4   p
@@ -53,7 +54,7 @@ NOT_FIRST = (
 
 
 def overwriting(part: int, rows: int) -> list[int]:
-    """The numbers of the rows in the first or second (0 or 1) overwritten batch: of four, [0, 1, 1, 1] and [2, 2, 2, 3]."""
+    """Which rows the first or second (0 or 1) overwritten batch has: of four, [0, 1, 1, 1] and [2, 2, 2, 3]."""
     half = rows // 2
     return [max(row, half) if part else min(row, half - 1) for row in range(rows)]
 
@@ -71,8 +72,8 @@ def check_shared(
         forward: finds what runs it again; None where nothing can.
 
     Returns:
-        Whether that was shown, or nothing had to be: what is computed from parameters alone depends on no example. False
-        where the layers read the same in both forwards, as in a batch whose examples are alike.
+        Whether that was shown, or nothing had to be: what is computed from parameters alone depends on no example.
+        False where the layers read the same in both forwards, as in a batch whose examples are alike.
     """
     known = made_of_parameters(uses)
     computed = [node for node in region.shared if node not in known and type(node) is not ACCUMULATE]

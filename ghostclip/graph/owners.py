@@ -16,10 +16,9 @@ come out multiplied with any one power of two. Three examples, and a layer that 
 
 So two backwards, a plain one and a marked one, show for every row whether it belongs to the example that it should
 belong to if the rows are in order. More examples than marks take a marked one for each digit of their numbers; float16
-and gradients of very unequal sizes take one more. Where it doesn't, the marks that it
-came out with show whose it is, and one more backward under other marks confirms it: the mean of
-two rows with marks 2 ** -1 and 2 ** -20 comes out with about 2 ** -2, which may be a third example's mark, but hardly is
-under other marks.
+and gradients of very unequal sizes take one more. Where it doesn't, the marks that it came out with show whose it is,
+and one more backward under other marks confirms it: the mean of two rows with marks 2 ** -1 and 2 ** -20 comes out with
+about 2 ** -2, which may be a third example's mark, but hardly is under other marks.
 """
 
 from __future__ import annotations

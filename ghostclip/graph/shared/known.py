@@ -1,7 +1,7 @@
 """What all examples share in graphs of one structure, to be found again in the next one.
 
-Where node 3 of the walk is the boundary h = x * q, q its second input and h [2, 5] with two examples in dimension 0, that
-is (3, 0, [1], 0).
+Where node 3 of the walk is the boundary h = x * q, q its second input and h [2, 5] with two examples in dimension 0,
+that is (3, 0, [1], 0).
 """
 
 from __future__ import annotations

@@ -117,9 +117,9 @@ def shared_part(
             outputs.setdefault(subject[0], []).append(subject)
     tables = {uses.capturing[call]: call for call in uses.calls if may_be_shared(call, owned[call], doubt)}
     shared = dict.fromkeys([*uses.leaves, *tables])
-    # What is made of parameters alone, as W.t() for F.linear(x, W), is no boundary even if each of its rows has one owner
-    # (each unit is active for one example): the node W.t() may be a layer's own, too, and its gradient then has what the
-    # layer's rule gives already.
+    # What is made of parameters alone, as W.t() for F.linear(x, W), is no boundary even if each of its rows has one
+    # owner (each unit is active for one example): the node W.t() may be a layer's own, too, and its gradient then has
+    # what the layer's rule gives already.
     weights = {node for node in made_of_parameters(uses) if not node.name().startswith(("Expand", "Repeat"))}
     met: dict[Any, None] = {}
     stack = list(shared)
@@ -167,8 +167,8 @@ def reads_examples(node: Any, shared: Container[Any]) -> bool:
     """Whether a node is given a tensor of the graph that isn't shared.
 
     Suppose that all rows of its output belong to one example, as those of an expert that got rows of one example only.
-    If other examples had a part in them, rows of its inputs would have several owners, and the inputs were shared. So an
-    input that isn't shared rules mixing out.
+    If other examples had a part in them, rows of its inputs would have several owners, and the inputs were shared. So
+    an input that isn't shared rules mixing out.
     """
     return any(below is not None and below not in shared for below, _ in inputs_of(node))
 
@@ -251,7 +251,7 @@ def mixes(node: Any, names: ParameterNames) -> UnsupportedModelError:
 
 
 def without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> SharedSubgraph:
-    """What is shared with the losses as its only boundary: all that parameters outside of layers, and of ``shared``, reach.
+    """What parameters outside of layers, and those of ``shared``, reach, with the losses as the only boundary.
 
     For a batch of one example, to which everything belongs; for one of none, in which nothing has a gradient.
     """
