@@ -2590,9 +2590,16 @@ BY_MARKS = [
     Mutant(
         "a gradient where there was none goes unnoticed",
         LAID_OUT,
-        "        return bool(self._arrived) and bool(torch.stack(self._arrived).any())\n",
+        "        return bool(arrived) and bool(torch.stack(arrived).any())\n",
         "        return False\n",
         (*MOVED_ROWS, "zeros"),
+    ),
+    Mutant(
+        "a pass doesn't go down to what is watched",
+        FIRST,
+        "retain_graph=stays, edges=edges)",
+        "retain_graph=stays)",
+        ("tests/clipper/test_first_gradients.py", "-k", "adapters"),
     ),
     Mutant(
         "a refusal leaves the layout",

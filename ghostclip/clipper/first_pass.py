@@ -164,15 +164,16 @@ class FirstPasses:
             collector.random_states = random_states() if again and not is_traced() else None
             collector.holds_graph = retain_graph or (chosen and (small or again))
             sink: Sink = collector.receive if collector.seen is None else collector.receive_and_note
-            sink = sink if check is None else check.watched(sink, region)
-            stays = check is not None or layout.gradients is not None
-            if layout.gradients is None:
-                first_pass(losses, calls, sink, marks, retain_graph=collector.holds_graph or stays)
-            else:
+            sink = sink if check is None else check.watched(sink)
+            stays = collector.holds_graph or check is not None
+            if layout.gradients is not None:
                 from_gradients(losses, calls, sink, layout.gradients)
-            if check is not None and check.fails():
-                return None
-            if stays and not collector.holds_graph:
+            else:
+                edges = () if check is None else check.edges
+                grads = first_pass(losses, calls, sink, marks, retain_graph=stays, edges=edges)
+                if check is not None and check.fails(grads):
+                    return None
+            if not collector.holds_graph and (layout.gradients is not None or stays):
                 free_graph(losses, calls)
         self.choices = collector.choices
         return collector

@@ -196,8 +196,7 @@ def first_pass(
     """
     seed = torch.ones_like(losses) if seed is None else seed
     if calls and isinstance(calls[-1], FallbackCall):
-        _pass_with_region(losses, calls, sink, seed, retain_graph, wanted)
-        return []
+        return _pass_with_region(losses, calls, sink, seed, retain_graph, wanted, edges)
     for call in calls:
         call.sink = sink
     below = [PROBE] if wanted is None else list(_edges_below(losses, wanted))
@@ -213,19 +212,22 @@ def first_pass(
 
 def _pass_with_region(
     losses: Tensor, calls: Sequence[LayerCall], sink: Any, seed: Tensor, retain_graph: bool,
-    wanted: Collection[LayerCall] | None,
-) -> None:  # fmt: skip
+    wanted: Collection[LayerCall] | None, edges: Sequence[Any],
+) -> list[Any]:  # fmt: skip
     """A first pass where parameters are used outside of layers, too; it goes over all of the graph."""
     region = calls[-1].region  # type: ignore[attr-defined]
     layers = [call for call in calls if not isinstance(call, FallbackCall)]
+    found: list[Any] = []
     if sink is not NOTHING:
-        edges = [boundary.edge for boundary in region.boundaries]
-        grads = first_pass(losses, layers, sink, seed, retain_graph=True, edges=edges)
-        region.hand_over(grads, losses, sink, wanted)
+        own = [boundary.edge for boundary in region.boundaries]
+        found = first_pass(losses, layers, sink, seed, retain_graph=True, edges=[*own, *edges])
+        region.hand_over(found[: len(own)], losses, sink, wanted)
+        del found[: len(own)]
     if not retain_graph:
         leaves = list(region.leaves.values())
         with without_hooks(leaves):
             free_graph(losses, layers, leaves)
+    return found
 
 
 @torch.no_grad()

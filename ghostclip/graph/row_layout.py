@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,42 +53,27 @@ class WatchedZeros:
 
     Args:
         calls: uses of layers.
-        edges: tensors of the graph.
+        edges: tensors of the graph, to which the pass must go, and of which its gradients are to be given to `fails`.
     """
 
     def __init__(self, calls: Sequence[LayerCall], edges: Sequence[Edge]) -> None:
-        self._calls, self._edges = set(map(id, calls)), edges
-        self._arrived, self._hooks = list[Tensor](), list[Any]()
+        self._calls, self.edges = set(map(id, calls)), edges
+        self._arrived = list[Tensor]()
 
-    def watched(self, sink: Sink, region: SharedSubgraph | None) -> Sink:
-        """A sink for the pass, which is told what ``sink`` is to be told.
-
-        Below the boundaries of ``region``, gradients of several examples go down together, and aren't looked at.
-        """
-        if region is not None:
-            region.begins = self._close
+    def watched(self, sink: Sink) -> Sink:
+        """A sink for the pass, which is told what ``sink`` is to be told."""
 
         def look(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
             if id(call) in self._calls:
                 self._arrived.append(grad.any())
             sink(call, inputs, grad)
 
-        self._hooks = [node.register_prehook(functools.partial(self._see, number)) for node, number in self._edges]
         return look
 
-    def _see(self, number: int, grads: Sequence[Tensor | None]) -> None:
-        if (grad := grads[number]) is not None:
-            self._arrived.append(grad.any())
-
-    def _close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def fails(self) -> bool:
+    def fails(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether one of them was given a gradient that isn't zero, after the pass."""
-        self._close()
-        return bool(self._arrived) and bool(torch.stack(self._arrived).any())
+        arrived = [*self._arrived, *(grad.any() for grad in grads if grad is not None)]
+        return bool(arrived) and bool(torch.stack(arrived).any())
 
 
 def row_layout(

@@ -5,8 +5,9 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from case_fallback import with_parameters
 from case_models import Wired
-from comparing import assert_dicts_close, gradients
+from comparing import assert_close, assert_dicts_close, gradients
 from einops import rearrange
 from graphs import interpret
 from private_runs import engine_for
@@ -178,6 +179,25 @@ def test_an_example_that_is_not_finite_when_the_branch_is_switched_on(way: str, 
         model.zero_grad()
         clipper.backward(model(x))
         assert_dicts_close(gradients(model), wanted, 1e-10)
+
+
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def test_adapters_start_below_the_last_place_where_examples_enter(second_pass: str) -> None:
+    """Of bare LoRA matrices the first has no gradient until the second moves; no layer is below either."""
+    torch.manual_seed(2)
+    wiring = lambda m, x: (x + x @ m.first @ m.second).square().sum(1)  # noqa: E731
+    model = with_parameters(wiring, {"first": (4, 2), "second": (2, 4)}, layer=nn.Identity()).double()
+    model.second.data.zero_()
+    clipper = GhostClipper(model, MAX_NORM, second_pass=second_pass)
+    for number in range(7):
+        x = torch.randn(5, 4, dtype=torch.float64)
+        model.zero_grad()
+        norms = clipper.backward(model(x)).norms
+        each = oracle.per_example_grads(model, lambda losses: losses, [x])
+        assert_close(norms, oracle.norms(each), 1e-10)
+        assert_dicts_close(gradients(model), oracle.clipped_sum(each, MAX_NORM), 1e-10)
+        if number == 4:
+            model.second.data.normal_()
 
 
 @pytest.mark.parametrize("branch", ["window_first", "centred"])

@@ -46,7 +46,6 @@ class SharedSubgraph:
         given: layers with examples that are given what all share; there is no rule for them.
         silent: tensors with a gradient of zeros where something shared may meet the examples.
         uses: of its parameters in a pass, with their gradients by example.
-        begins: called in a pass before gradients go down from the boundaries.
         watch: told (tensor, gradient) of each boundary in a pass that measures.
     """
 
@@ -59,7 +58,6 @@ class SharedSubgraph:
     given: list[LayerCall] = field(default_factory=list)
     silent: list[Edge] = field(default_factory=list)
     uses: list[FallbackCall] = field(default_factory=list)
-    begins: Callable[[], None] | None = None
     watch: Callable[[Edge, Tensor], None] | None = None
 
     def __post_init__(self) -> None:
@@ -105,8 +103,6 @@ class SharedSubgraph:
             losses: [B].
             sink, wanted: as in a first pass.
         """
-        if self.begins is not None:
-            self.begins()
         for boundary, grad in zip(self.boundaries, grads, strict=True):
             if self.watch is not None and grad is not None:
                 self.watch(boundary.edge, grad)
