@@ -120,7 +120,6 @@ OWN: dict[str, Callable[[], None]] = {
         lambda engine, rows: (backward(engine, rows), step(engine)), max_physical_batch_size=2  # type: ignore[arg-type]
     ),
     "backward twice": lambda: own(lambda engine, rows: (backward(engine, rows), backward(engine, rows))),  # type: ignore
-    "no zero_grad": lambda: own(backward, more=lambda engine: engine.optimizer.step()),
     "a second optimizer": second_optimizer,
     "two engines on one optimizer": two_engines,
     "BatchNorm": lambda: own(model=network(nn.BatchNorm1d(6))),
