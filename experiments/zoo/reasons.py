@@ -3,12 +3,12 @@
 __all__ = ["REASONS"]
 
 RAGGED = (
-    "Rows of unequal examples: whose each row is, is measured in every batch, by three or four more backwards, and a "
+    "Rows of unequal examples: whose each row is, is measured in every batch, by two or three more backwards, and a "
     "step is many small operations on a thousand rows."
 )
-PICKED = "Which rows an expert picks is measured in every batch, by four more backwards."
+PICKED = "Which rows an expert picks is measured in every batch, by two or three more backwards."
 EXPERTS = (
-    f"{PICKED} An expert that gets no token makes another graph, and all of each new graph is measured: the routing of "
+    f"{PICKED} An expert that gets no token makes another graph, for which nothing is known: the routing of "
     "the small model that is timed changes from step to step."
 )
 CONVOLVED = "The filters are computed from others (weight standardisation): torch's kernel runs once for each example."

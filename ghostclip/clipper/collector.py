@@ -136,7 +136,6 @@ class NormCollector(TermReceiver):
         kept: terms by the parts that they are of: what clipped sums are formed from without a second backward.
         choices: what the planner chose, by the id of the parameter.
         structure: of the graph.
-        computes_again: whether the pass computes checkpointed blocks again.
         holds_graph: whether the graph is still there, though it may not have been asked for.
         random_states: before the pass, where it computes checkpointed blocks again; else None.
     """
@@ -169,9 +168,8 @@ class NormCollector(TermReceiver):
         self.takes_pairs = keep is not Keep.MATERIALISED
         self._measured: list[SquaredNorms] = []
         # What is computed again in order not to be kept is not kept here, either.
-        self.computes_again = any(call.has_saved_tensor_hooks for call in layout.calls)
         self._not_kept = set[int]()
-        if self.computes_again and keep is not Keep.MATERIALISED:
+        if keep is not Keep.MATERIALISED and any(call.has_saved_tensor_hooks for call in layout.calls):
             again = [call for call in layout.calls if call.has_saved_tensor_hooks or call.rows]
             self._not_kept = {owner for call in again for owner in owners_of(call)}
         self._waiting: dict[Part, list[PerExampleGrads]] = {}

@@ -138,7 +138,7 @@ class FirstPasses:
             uses = read_graph(losses, self.index)
             uses = replace(uses, hooked=True) if hooked and not uses.hooked else uses
             trained = self.trained()
-            # Whatever computed again in order not to be kept isn't held, either.
+            # What checkpointing computes again in order not to keep it isn't held here, either.
             again = any(call.has_saved_tensor_hooks for call in uses.calls)
             layout = self._layouts.lay_out(
                 losses, uses, self.index, forward=self._forward(losses), indices=self._indices, anew=anew,
@@ -160,7 +160,6 @@ class FirstPasses:
                 collector.seen = {}
                 if region is not None:
                     region.watch = collector.see
-            again = collector.computes_again
             collector.random_states = random_states() if again and not is_traced() else None
             collector.holds_graph = retain_graph or (chosen and (small or again))
             sink: Sink = collector.receive if collector.seen is None else collector.receive_and_note
