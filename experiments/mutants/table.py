@@ -2447,6 +2447,20 @@ EXACT = ("tests/laws/test_law_of_norms.py", "-k")
 MOVED_ROWS = ("tests/clipper/test_moved_rows.py", "-k")
 BY_MARKS = [
     Mutant(
+        "backwards from marks don't come to parameters beside data",
+        "ghostclip/graph/reader.py",
+        "                ends |= dict.fromkeys(own)\n",
+        "",
+        ("tests/clipper/test_shared_parameters.py", "-k", "leads"),
+    ),
+    Mutant(
+        "gradients that made room for the forward are taken for all there are",
+        MEASURING,
+        "    return Measured(owned, region, held or None)\n",
+        "    return Measured(owned, region, held)\n",
+        ("tests/clipper/test_measured_in_part.py",),
+    ),
+    Mutant(
         "boundaries that were silent are looked at no more",
         MEASURING,
         "    if not all(owned[each].zero for each in silent):\n",

@@ -244,6 +244,8 @@ TEXTS: dict[str, tuple[str, str, str, dict[str, Any], Callable[[nn.Module, Batch
 # Models as large as are trained on one GPU from nothing.
 MEDIUM = {"hidden_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6, "intermediate_size": 1024,
           "max_position_embeddings": 128, "vocab_size": 4096}  # fmt: skip
+MEDIUM_EXPERTS = MEDIUM | {"num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512,
+                           "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}  # fmt: skip
 T5_MEDIUM = {"vocab_size": 4096, "d_model": 384, "d_kv": 64, "d_ff": 1024, "num_heads": 6, "num_layers": 4,
              "num_decoder_layers": 4, "pad_token_id": 0, "decoder_start_token_id": 0, "dropout_rate": 0.0}  # fmt: skip
 MEDIUM_TEXTS: dict[str, tuple[str, str, dict[str, Any], Callable[[nn.Module, Batch], Tensor]]] = {
@@ -254,6 +256,13 @@ MEDIUM_TEXTS: dict[str, tuple[str, str, dict[str, Any], Callable[[nn.Module, Bat
     "BERT, larger": ("BertForSequenceClassification", "BertConfig", BERT | MEDIUM | {"num_labels": CLASSES},
                      class_losses),
     "T5, larger": ("T5ForConditionalGeneration", "T5Config", T5_MEDIUM, "seq2seq"),
+    "Mixtral, eager, larger": ("MixtralForCausalLM", "MixtralConfig",
+                               MIXTRAL | MEDIUM_EXPERTS | {"experts_implementation": "eager"}, token_losses),
+    "Mixtral, grouped_mm, larger": ("MixtralForCausalLM", "MixtralConfig",
+                                    MIXTRAL | MEDIUM_EXPERTS | {"experts_implementation": "grouped_mm"}, token_losses),
+    "Qwen3-MoE, larger": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", QWEN | MEDIUM_EXPERTS, token_losses),
+    "Switch, larger": ("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig",
+                       SWITCH | T5_MEDIUM | {"d_ff": 512}, "seq2seq"),
 }  # fmt: skip
 WINDOWS = {"image_size": 64, "patch_size": 4, "embed_dim": 48, "depths": [2, 2], "num_heads": [3, 6], "window_size": 8,
            "num_labels": CLASSES, "drop_path_rate": 0.0}  # fmt: skip
@@ -309,7 +318,8 @@ def _subjects() -> Iterator[Row]:
                   special.get(losses, losses), 16, library="transformers")  # fmt: skip
     for name, (model, config, options, losses) in MEDIUM_TEXTS.items():
         batch = partial(_of_length, masked_texts if losses is class_losses else texts, length=128)
-        yield Row(name, "layer", from_config(model, config, **options), batch, special.get(losses, losses), 8,
+        kind = "experts" if "num_experts_per_tok" in options or "num_experts" in options else "layer"
+        yield Row(name, kind, from_config(model, config, **options), batch, special.get(losses, losses), 8,
                   library="transformers")  # fmt: skip
     for name, (library, build, losses) in VIEWS.items():
         yield Row(name, "layer", build, partial(_small_images, side=64), losses, 16, library=library)

@@ -136,8 +136,8 @@ class Layouts:
             forward: finds what runs the forward again on other examples; None where nothing can.
             indices: whose the rows are that somebody says; they must agree.
             anew: measure this batch whatever is known.
-            hold: where every batch of a structure is measured, hold the gradients of the backward from ones, so that
-                no other is needed for the norms.
+            hold: where the layout isn't to be stored, hold the gradients of the backward from ones, so that no other is
+                needed for the norms.
 
         Raises:
             UnsupportedModelError: examples mix, or an index doesn't agree.
@@ -231,7 +231,7 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
         if open_ and structure.shared is not None and not structure.is_anew:
             found = measuring.in_part(batch, structure.shared, hold)
         if found is None:
-            found = measuring.whole(batch, every_tensor=may_store)
+            found = measuring.whole(batch, every_tensor=may_store, hold=hold)
             _remember(structure, batch, found, may_store)
         check_calls(uses, found.owned, found.tables, batch.indices, batch.names)
     except (LossShapeError, UnsupportedModelError):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.nodes import Edge
-from ghostclip.graph.overwritten import FindForward, check_shared
+from ghostclip.graph.overwritten import FindForward, check_shared, computed
 from ghostclip.graph.owners import Gradients, Owned, Subject, owners
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
@@ -85,12 +85,13 @@ class Measured:
         return set() if self.region is None else set(self.region.calls.values())
 
 
-def whole(batch: Batch, every_tensor: bool) -> Measured:
+def whole(batch: Batch, every_tensor: bool, hold: bool) -> Measured:
     """What marks show of all layers, and of the tensors that matter.
 
     Args:
         batch: to be measured.
         every_tensor: whether all tensors do, as where the layout is to be stored; else those near what is shared.
+        hold: hold the gradients of the backward from ones, unless more than one look is taken.
 
     Raises:
         UnsupportedModelError: examples mix.
@@ -103,17 +104,23 @@ def whole(batch: Batch, every_tensor: bool) -> Measured:
     # Parameters, layers that read something else than a row of each example, and what they meet first. As a rule that
     # is all: examples enter there.
     tables = {call for call in uses.calls if not call.sources and call.shape[call.batch_dim] != len(losses)}
-    owned, done = dict[Subject, Owned](), False
-    while not done:
+    held: Gradients | None = {} if hold and not batch.half else None
+    owned = dict[Subject, Owned]()
+    while True:
         near, entered = edges_near(uses, [*uses.leaves, *(uses.capturing[call] for call in tables)], losses)
-        owned |= _owners(batch, [] if owned else uses.calls, [edge for edge in near if edge not in owned])
+        left = [edge for edge in near if edge not in owned]
+        owned |= _owners(batch, [] if owned else uses.calls, left, gradients=None if owned else held)
         shared = {call for call in uses.calls if may_be_shared(call, owned[call], Doubt.ALL)}
-        done = shared <= tables
+        if shared <= tables:
+            break
         tables |= shared
+        held = None  # boundaries may be missing
     if any(may_be_shared(edge, owned[edge], Doubt.ALL) and not owned[edge].is_of_one for edge in entered):
         above = edges_above(uses, [*uses.leaves, *(uses.capturing[call] for call in tables)], losses)
         owned |= _owners(batch, [], [edge for edge in above if edge not in owned])
-    return Measured(owned, _shared_by_all(batch, owned))
+        held = None
+    region = _shared_by_all(batch, owned, held)
+    return Measured(owned, region, held or None)
 
 
 def in_part(batch: Batch, known: KnownShared, hold: bool) -> Measured | None:
@@ -148,20 +155,25 @@ def _owners(
     batch: Batch, calls: Sequence[LayerCall], edges: Sequence[Edge], known: Mapping[Subject, int] | None = None,
     gradients: Gradients | None = None,
 ) -> dict[Subject, Owned]:  # fmt: skip
-    leaves = [node.variable for node in batch.uses.leaves]
-    return owners(batch.losses, calls, edges, leaves, batch.indices, batch.half, known, gradients)
+    ends = batch.uses.weights_alone
+    return owners(batch.losses, calls, edges, ends, batch.indices, batch.half, known, gradients)
 
 
-def _shared_by_all(batch: Batch, owned: Mapping[Subject, Owned]) -> SharedSubgraph | None:
+def _shared_by_all(
+    batch: Batch, owned: Mapping[Subject, Owned], held: Gradients | None = None
+) -> SharedSubgraph | None:
     """What all examples share, which must be the same whatever they are; None where nothing is shared.
 
     First with all that may be shared taken for shared; where that finds no boundary, with less (see `Doubt`).
+    Gradients that are ``held`` make room where the forward is run again.
     """
     for doubt in Doubt:
         try:
             region = shared_part(batch.losses, batch.uses, owned, batch.names, doubt)
             if region is not None:
                 batch.keep_resident(region.parameters)
+                if held and computed(batch.uses, region):
+                    held.clear()
                 region.shown = check_shared(batch.uses, region, owned, batch.names, batch.forward)
                 if region.given:
                     raise given_shared(region.given[0], batch.names)

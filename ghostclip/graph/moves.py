@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ghostclip.graph import operations as op
-from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of, saved_dimensions, shape_of
+from ghostclip.graph.nodes import ACCUMULATE, Edge, saved_dimensions, shape_of
 from ghostclip.graph.owners import Owned, Rows
 from ghostclip.graph.reader import Uses
 from ghostclip.nn.base import LayerCall
 
-__all__ = ["Movements", "hides_constants", "made_of_parameters", "movements"]
+__all__ = ["Movements", "movements"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
         examples: B.
         shared: nodes that were shown to be the same whatever the examples are.
     """
-    constant = made_of_parameters(uses) | set(shared)
+    constant = uses.made_of_parameters | set(shared)
     by_lengths = any(call.lengths and call.sources for call in uses.calls)
     # A tensor of the examples that belongs to one of them along no dimension.
     spread = any(each.is_shared and node not in constant for (node, _), each in owned.items())
@@ -66,7 +66,7 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
     for place, node in enumerate(uses.nodes):
         if node in constant or type(node) is ACCUMULATE or isinstance(getattr(node, "call", None), LayerCall):
             continue
-        if (word := _word(node)) in op.INDEXED:
+        if (word := op.word_of(node)) in op.INDEXED:
             edge = _subject(node, word)
             dim, along = _dim(edge, owned), saved_dimensions(node, len(_shape(edge)))
             # Rows of a table move to where the examples are, which the result shows.
@@ -115,12 +115,6 @@ def _worked(node: Any, word: str, slot: int, edge: Edge) -> Collection[int]:
     return saved_dimensions(node, total) or range(total)
 
 
-def _word(node: Any) -> str:
-    """The operation that a node of torch's own belongs to."""
-    found = op.WORD.match(node.name())
-    return found[1] if found else node.name()
-
-
 def _shape(edge: Edge) -> torch.Size:
     """The shape of a tensor; a layer's output may be a view of what its node gave."""
     call = getattr(edge[0], "call", None)
@@ -150,22 +144,6 @@ def _dims_from_last(edges: Iterable[Edge], owned: Mapping[Edge, Owned]) -> set[i
     return {dim - len(_shape(edge)) for edge in edges if (dim := _dim(edge, owned)) is not None}
 
 
-def made_of_parameters(uses: Uses) -> set[Any]:
-    """The nodes to which nothing led but parameters: no constant, no index, no mask, and no layer."""
-    found = set(uses.leaves)
-    for node in from_below(uses.nodes[0]):
-        below = [each for each, _ in inputs_of(node)]
-        if below and found.issuperset(below) and not hides_constants(node):
-            found.add(node)
-    return found
-
-
-def hides_constants(node: Any) -> bool:
-    """Whether an operation may have been given something that isn't among its inputs in the graph, as an index."""
-    word = _word(node)
-    return word in op.HIDING_CONSTANTS or word not in op.KNOWN
-
-
 def _unit(shape: torch.Size, rows: Rows, examples: int) -> int | None:
     """How many numbers in a row, as they lie in order, belong to one example; None where that can't be said."""
     if rows.dim >= len(shape) or shape[rows.dim] % examples:
@@ -184,7 +162,7 @@ def _moves(node: Any, dim: int | None, examples: int) -> bool:
 
     Where that isn't known, it may be the first, or any that has at least as many entries.
     """
-    word = _word(node)
+    word = op.word_of(node)
     if word == op.COPY_INTO_SLICES:
         return not _copies_in_place(node, dim)
     shape = _shape(node.next_functions[0] if node.next_functions[0][0] is not None else (node, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 
 def _words(text: str) -> frozenset[str]:
@@ -69,6 +70,7 @@ HIDING_CONSTANTS = (INDEXED - {"Flip", "Roll", "Sort", "Topk"}) | {
     "Where", "MaskedFill", "NativeDropout", "NllLoss", "NllLoss2D", "CtcLoss", "CudnnCtcLoss", "BinaryCrossEntropy",
     "BinaryCrossEntropyWithLogits", "RreluWithNoise", "NativeBatchNorm", "BatchNormNoUpdate",
 }  # fmt: skip
+EXPANDING = {"Expand", "Repeat"}
 # How many of the last dimensions an operation goes along; all others that don't say go along all.
 LAST = {"AdaptiveAvgPool2D": 2, "AdaptiveAvgPool3D": 3, "AdaptiveMaxPool2D": 2, "AdaptiveMaxPool3D": 3, "AvgPool2D": 2,
         "AvgPool3D": 3, "Cdist": 2, "Cholesky": 2, "FractionalMaxPool2D": 2, "FractionalMaxPool3D": 3,
@@ -88,3 +90,15 @@ FIRST = {"AffineGridGenerator", "BatchNormNoUpdate", "Col2Im", "ConvDepthwise2D"
 BY_VALUE = {"Index", "IndexPut", "UnsafeIndex", "UnsafeIndexPut", "IndexSelect", MASKED_SCATTER, "Embedding", "Gather",
              "Scatter", "ScatterAdd", "ScatterReduce", "IndexAdd", "IndexCopy", "IndexFill", "IndexReduce",
              COPY_INTO_SLICES}  # fmt: skip
+
+
+def word_of(node: Any) -> str:
+    """The operation that a node of torch's own belongs to."""
+    found = WORD.match(node.name())
+    return found[1] if found else node.name()
+
+
+def hides_constants(node: Any) -> bool:
+    """Whether an operation may have been given something that isn't among its inputs in the graph, as an index."""
+    word = word_of(node)
+    return word in HIDING_CONSTANTS or word not in KNOWN

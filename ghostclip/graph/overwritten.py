@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.moves import hides_constants, made_of_parameters
 from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of
+from ghostclip.graph.operations import hides_constants
 from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
@@ -38,7 +38,7 @@ from ghostclip.graph.shared.search import mixes
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall
 
-__all__ = ["NOT_FIRST", "FindForward", "Forward", "check_shared", "overwriting"]
+__all__ = ["NOT_FIRST", "FindForward", "Forward", "check_shared", "computed", "overwriting"]
 
 # Runs the step's forward again on a batch overwritten in the first or second way (0 or 1), given how many losses there
 # are; returns tensors from which its graph is read. It leaves no trace in the model and in random states.
@@ -59,6 +59,12 @@ def overwriting(part: int, rows: int) -> list[int]:
     return [max(row, half) if part else min(row, half - 1) for row in range(rows)]
 
 
+def computed(uses: Uses, region: SharedSubgraph) -> list[Any]:
+    """What all examples share that isn't made of parameters alone, so that it may depend on the examples."""
+    known = uses.made_of_parameters
+    return [node for node in region.shared if node not in known and type(node) is not ACCUMULATE]
+
+
 def check_shared(
     uses: Uses, region: SharedSubgraph, owned: Mapping[Subject, Owned], names: ParameterNames, forward: FindForward
 ) -> bool:
@@ -75,10 +81,9 @@ def check_shared(
         Whether that was shown, or nothing had to be: what is computed from parameters alone depends on no example.
         False where the layers read the same in both forwards, as in a batch whose examples are alike.
     """
-    known = made_of_parameters(uses)
-    computed = [node for node in region.shared if node not in known and type(node) is not ACCUMULATE]
-    saving = [node for node in computed if _may_save(type(node))]
-    run = forward() if computed else None
+    found = computed(uses, region)
+    saving = [node for node in found if _may_save(type(node))]
+    run = forward() if found else None
     if run is None:
         _refuse_unknown(saving, f"; {REMEDY}", names)
         return True

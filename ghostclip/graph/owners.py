@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.graph.marks import Marks, compared, numbers, numbers_by_dim
-from ghostclip.graph.nodes import Edge, shape_of
+from ghostclip.graph.nodes import ACCUMULATE, Edge, shape_of
 from ghostclip.graph.reader import first_pass, without_hooks
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
@@ -123,7 +123,7 @@ class Owned:
 
 
 def owners(
-    losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge] = (), leaves: Sequence[Tensor] = (),
+    losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge] = (), ends: Sequence[Edge] = (),
     indices: Sequence[RowIndex] = (), half: bool = False, known: Mapping[Subject, int] | None = None,
     gradients: Gradients | None = None,
 ) -> dict[Subject, Owned]:  # fmt: skip
@@ -133,7 +133,7 @@ def owners(
         losses: [B] with B >= 2.
         calls: of the layers behind them.
         edges: tensors of the graph.
-        leaves: parameters that are used outside of layers, to which these backwards must go, too.
+        ends: where these backwards end, beside layers; every tensor of ``edges`` is above one of both.
         indices: orders in which rows may be, beside those of `rows_in_order`.
         half: whether some operation computes in float16.
         known: the dimensions that had the examples in an earlier batch, alone of which numbers are taken.
@@ -142,7 +142,7 @@ def owners(
     subjects: list[Subject] = [*calls, *edges]
     dims, examples = {each: _dims(each, known or {}) for each in subjects}, len(losses)
     sized = {each: dims[each][0] for each in subjects[: len(calls)] or subjects}
-    backward = functools.partial(_backward, losses, calls, dims, leaves)
+    backward = functools.partial(_backward, losses, calls, dims, ends)
     way = (
         Marks.of_half(_largest(sized, backward(torch.ones_like(losses))), losses.dtype)
         if half
@@ -167,7 +167,7 @@ def rows_in_order(size: int, examples: int) -> list[str]:
 
 
 def _backward(
-    losses: Tensor, calls: Sequence[LayerCall], dims: Dims, leaves: Sequence[Tensor], seed: Tensor,
+    losses: Tensor, calls: Sequence[LayerCall], dims: Dims, ends: Sequence[Edge], seed: Tensor,
     gradients: Gradients | None = None,
 ) -> Found:  # fmt: skip
     """The numbers of all gradients in a backward that starts from ``seed`` [B]; ``gradients`` gets these, too."""
@@ -182,11 +182,12 @@ def _backward(
         if gradients is not None:
             gradients[subject] = inputs, grad
 
+    leaves: list[Any] = [node for node, _ in ends if type(node) is ACCUMULATE]
     edges = [subject for subject in dims if not isinstance(subject, LayerCall)]
     hooks = [edge[0].register_prehook(lambda grads, edge=edge: see(edge, (), grads[edge[1]])) for edge in edges]
     try:
-        with without_hooks(leaves):
-            first_pass(losses, calls, see, seed, retain_graph=True, edges=leaves)
+        with without_hooks([node.variable for node in leaves]):
+            first_pass(losses, calls, see, seed, retain_graph=True, edges=ends)
     finally:
         for hook in hooks:
             hook.remove()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of, number_of, ones_of, signature_of
+from ghostclip.graph.operations import EXPANDING, hides_constants, word_of
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
 from ghostclip.nn.base import NOTHING, PROBE, LayerCall
 from ghostclip.nn.fallback import FallbackCall
@@ -96,6 +97,42 @@ class Uses:
     def capturing(self) -> Mapping[LayerCall, Any]:
         """{call: its node}."""
         return {node.call: node for node in self.nodes if isinstance(getattr(node, "call", None), LayerCall)}
+
+    @functools.cached_property
+    def made_of_parameters(self) -> set[Any]:
+        """The nodes to which nothing led but parameters: no constant, no index, no mask, and no layer."""
+        return self._made_of_parameters(lambda node: not hides_constants(node))
+
+    @functools.cached_property
+    def weights(self) -> set[Any]:
+        """Of these, those that no operation expanded, so that none of their rows are for one example."""
+        return self._made_of_parameters(lambda node: not (hides_constants(node) or word_of(node) in EXPANDING))
+
+    def _made_of_parameters(self, by: Callable[[Any], bool]) -> set[Any]:
+        found = set(self.leaves)
+        for node in from_below(self.nodes[0]) if found else ():
+            below = [each for each, _ in inputs_of(node)]
+            if below and found.issuperset(below) and by(node):
+                found.add(node)
+        return found
+
+    @functools.cached_property
+    def weights_alone(self) -> list[Edge]:
+        """The weights that are given to operations that have nothing of a layer, as ``p * x`` of data x.
+
+        A backward that ends there, and at layers, comes to all above it but the weights' own nodes.
+        """
+        ends, reached = dict[Edge, None](), set(self.capturing.values())
+        for node in from_below(self.nodes[0]) if self.leaves else ():
+            if node in self.weights or node in reached:
+                continue
+            own = [edge for edge in inputs_of(node) if edge[0] in self.weights]
+            if any(below in reached for below, _ in inputs_of(node)):
+                reached.add(node)
+            elif own:
+                reached.add(node)
+                ends |= dict.fromkeys(own)
+        return list(ends)
 
 
 def read_graph(losses: Tensor, index: ParameterNames) -> Uses:

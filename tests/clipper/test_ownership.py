@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from ghostclip.graph import alarm
 from ghostclip.graph.marks import Marks, compared, numbers
@@ -117,7 +118,7 @@ def owners_of(change, rows, dtype=torch.float32, losses=lambda h: h.flatten(1).s
     leaf = torch.randn(rows, WIDTH, dtype=dtype).requires_grad_()
     h = leaf * 1.0
     edge = (h.grad_fn, 0)
-    return owners(losses(change(h)), [], [edge], [leaf])[edge]
+    return owners(losses(change(h)), [], [edge], [(get_gradient_edge(leaf).node, 0)])[edge]
 
 
 class Halves(torch.autograd.Function):

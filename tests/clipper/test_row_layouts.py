@@ -49,7 +49,7 @@ def read(between, *data, examples=6, more=()):
 def moved(between, *data, examples=6, more=()):
     """What moves rows in a graph of one batch, and whether it does in this batch."""
     _, _, losses, uses = read(between, *data, examples=examples, more=more)
-    found = owners(losses, uses.calls, edges_of(uses, uses.nodes, losses), [node.variable for node in uses.leaves])
+    found = owners(losses, uses.calls, edges_of(uses, uses.nodes, losses), uses.weights_alone)
     at = {edge: each for edge, each in found.items() if isinstance(edge, tuple)}
     at |= {(uses.capturing[call], 0): found[call] for call in uses.calls}
     movement = movements(uses, at, examples)

@@ -23,6 +23,7 @@ SHARED: dict[str, tuple[Wiring, tuple[int, ...]]] = {
     "conv1d twice": (lambda m, x: F.conv1d(torch.tanh(F.conv1d(m.layer(x), m.p, padding=1)), m.p), (6, 6, 3)),
     "einsum twice": (
         lambda m, x: torch.einsum("btd,dp->btp", torch.einsum("btd,dp->btp", m.layer(x), m.p).sin(), m.p), (5, 5)),
+    "scale of what leads to no parameter": (lambda m, x: m.layer(x) * (m.p * x.detach().requires_grad_()), (5,)),
     "scale twice": (lambda m, x: m.layer(x * m.p) * m.p, (5,)),
     "weight in F.linear": (lambda m, x: F.linear(torch.tanh(m.layer(x)), m.layer.weight), (1,)),
     "weight in F.linear on both sides": (
@@ -33,6 +34,8 @@ SHARED: dict[str, tuple[Wiring, tuple[int, ...]]] = {
     "weight read by its layer": (lambda m, x: m.layer(x) + m.layer(m.layer.weight).sum(0), (1,)),
     "weight read by its layer, twice": (lambda m, x: m.layer(x) @ m.layer(torch.tanh(m.layer(m.layer.weight))), (1,)),
     "weight read by its layer, cloned": (lambda m, x: m.layer(x) + m.layer(m.layer.weight.clone()).sum(0), (1,)),
+    "table of positions, of which there may be as many as examples": (
+        lambda m, x: m.layer(x) + torch.tanh(m.table(torch.arange(6))) * m.p, (1,)),
     "table of a layer that sees positions, a factor too": (
         lambda m, x: torch.tanh(m.layer(x) + m.table(torch.arange(6)[None])) @ m.table.weight.T, (1,)),
     "table of a layer that sees positions, over its norm": (
@@ -50,7 +53,7 @@ def model_of(wiring: Wiring, shape: tuple[int, ...]) -> nn.Module:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SHARED)
-@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize("batch", [1, 3, 6])
 @pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 def test_every_use_counts_once(name, batch, second_pass):
     model, x = model_of(*SHARED[name]), torch.randn(batch, 6, 5, dtype=torch.float64)

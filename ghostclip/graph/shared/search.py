@@ -10,14 +10,14 @@ apart.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
-from ghostclip.graph.moves import made_of_parameters
 from ghostclip.graph.nodes import ACCUMULATE, Edge, inputs_of, shape_of
+from ghostclip.graph.operations import EXPANDING, word_of
 from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
@@ -54,9 +54,9 @@ class Doubt(enum.Enum):
 
 
 def edges_of(uses: Uses, nodes: Sequence[Any], losses: Tensor) -> list[Edge]:
-    """The tensors that some nodes give, without those of layers and parameters."""
+    """The tensors that some nodes give, without those of layers, and those that parameters alone give."""
     wanted = {node for node in nodes if not isinstance(getattr(node, "call", None), LayerCall)}
-    wanted -= {node for node in wanted if type(node) is ACCUMULATE}
+    wanted -= {node for node in wanted if type(node) is ACCUMULATE or node in uses.weights}
     found = dict.fromkeys([(losses.grad_fn, losses.output_nr)] if losses.grad_fn in wanted else [])
     for node in uses.nodes:
         found |= dict.fromkeys(edge for edge in inputs_of(node) if edge[0] in wanted)
@@ -72,11 +72,12 @@ def edges_above(uses: Uses, starts: Sequence[Any], losses: Tensor) -> list[Edge]
             if node not in seen:
                 seen[node] = None
                 stack.append(node)
-    return edges_of(uses, _with_inputs(seen), losses)
+    given = [below for node in seen for below, _ in inputs_of(node) if below is not None]
+    return edges_of(uses, [*seen, *given], losses)
 
 
 def edges_near(uses: Uses, starts: Sequence[Any], losses: Tensor) -> tuple[list[Edge], list[Edge]]:
-    """The tensors from some nodes up to those at which another tensor of the graph enters, with that; and these."""
+    """The tensors from some nodes up to those at which another tensor of the graph enters; and these alone."""
     seen, entered, stack = dict.fromkeys(starts), dict[Any, None](), list(starts)
     while stack:
         for node in uses.consumers[stack.pop()]:
@@ -88,11 +89,7 @@ def edges_near(uses: Uses, starts: Sequence[Any], losses: Tensor) -> tuple[list[
                 stack.append(node)
             else:
                 entered[node] = None
-    return edges_of(uses, _with_inputs([*seen, *entered]), losses), edges_of(uses, list(entered), losses)
-
-
-def _with_inputs(nodes: Collection[Any]) -> list[Any]:
-    return [*nodes, *(below for node in nodes for below, _ in inputs_of(node) if below is not None)]
+    return edges_of(uses, [*seen, *entered], losses), edges_of(uses, list(entered), losses)
 
 
 def shared_part(
@@ -120,7 +117,7 @@ def shared_part(
     # What is made of parameters alone, as W.t() for F.linear(x, W), is no boundary even if each of its rows has one
     # owner (each unit is active for one example): the node W.t() may be a layer's own, too, and its gradient then has
     # what the layer's rule gives already.
-    weights = {node for node in made_of_parameters(uses) if not node.name().startswith(("Expand", "Repeat"))}
+    weights = {node for node in uses.made_of_parameters if word_of(node) not in EXPANDING}
     met: dict[Any, None] = {}
     stack = list(shared)
     while stack:
