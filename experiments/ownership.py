@@ -112,7 +112,7 @@ class Setting(NamedTuple):
 
 def without_rules() -> AbstractContextManager[Any]:
     """Inside, no operation is said to move examples, and marks watch every batch that isn't measured."""
-    return mock.patch.multiple(layouts, movements=lambda *_: Movements(always=False), WATCHED=1)
+    return mock.patch.multiple(layouts, movements=lambda *_: Movements(), WATCHED=1)
 
 
 def refused_in(setting: Setting, seed: int) -> int | None:

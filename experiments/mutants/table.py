@@ -959,8 +959,8 @@ PROVED = [
     Mutant(
         "steps are compiled before gradients reach all layers",
         "ghostclip/clipper/first_pass.py",
-        "self.is_open = layout.calls, layout.check, not layout.stored\n",
-        "self.is_open = layout.calls, None, False\n",
+        "        check, held = layout.check, layout.gradients\n",
+        "        check, held = None, layout.gradients\n",
         ("tests/laws/test_law_of_traps.py", "-k", "a_bare_parameter_that_starts_late"),
     ),
     Mutant(
@@ -2568,9 +2568,9 @@ BY_MARKS = [
     ),
     Mutant(
         "rows of boundaries are not noted for the second backward",
-        FIRST,
-        "                    region.watch = collector.see\n",
-        "                    pass\n",
+        "ghostclip/clipper/collector.py",
+        "            last.region.watch = self._see\n",
+        "            pass\n",
         (*MOVED_ROWS, "two_examples"),
     ),
     Mutant(
@@ -2877,8 +2877,8 @@ BY_MARKS = [
     Mutant(
         "operations that move rows by values are stored",
         STORED,
-        "    moved = bool(moves.always) or moves.moved(uses, examples)\n",
-        "    moved = False\n",
+        "    if unseen or moves is None or moves.moved(uses, examples):\n",
+        "    moves = moves or Movements()\n    if unseen:\n",
         (*TRAPPED, "other_sizes or number_of_nodes or identities"),
     ),
     Mutant(

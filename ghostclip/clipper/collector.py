@@ -176,13 +176,19 @@ class NormCollector(TermReceiver):
         # The use whose terms are coming, and the addresses of tensors that its kept terms hold on to.
         self._held: tuple[LayerCall | None, set[int]] = None, set()
 
-    def receive_and_note(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-        """`receive`, and the numbers of rows are noted for a second backward to check."""
-        self.receive(call, inputs, grad)
+    def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+        """See `TermReceiver.receive`; the numbers of rows are noted where a second backward is to check them."""
+        super().receive(call, inputs, grad)
         if self.seen is not None and not isinstance(call, FallbackCall):
             self.seen[call] = numbers(grad, call.batch_dim)
 
-    def see(self, edge: Any, grad: Tensor) -> None:
+    def note_rows(self) -> None:
+        """From now on the numbers of rows are noted, of layers and of boundaries."""
+        self.seen = {}
+        if self.calls and isinstance(last := self.calls[-1], FallbackCall):
+            last.region.watch = self._see
+
+    def _see(self, edge: Any, grad: Tensor) -> None:
         """Notes the numbers of rows of a boundary."""
         if self.seen is not None:
             self.seen[edge] = numbers(grad, self.layout.rows[edge].dim)

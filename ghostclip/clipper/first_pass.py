@@ -24,9 +24,9 @@ from ghostclip.graph.layouts import Layouts
 from ghostclip.graph.overwritten import FindForward, Forward
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import first_pass, free_graph, from_gradients, read_graph
+from ghostclip.graph.row_layout import RowLayout
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Sink
-from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.ragged import RowIndex
 from ghostclip.norms.reduce import all_finite
 from ghostclip.norms.term import may_sync
@@ -144,38 +144,45 @@ class FirstPasses:
                 losses, uses, self.index, forward=self._forward(losses), indices=self._indices, anew=anew,
                 hold=not again and self._keep_of(keep, uses.calls) is Keep.ALL,
             )  # fmt: skip
-            calls, check, self.is_open = layout.calls, layout.check, not layout.stored
-            chosen, keep = keep is Keep.CHOSEN, self._keep_of(keep, calls)
+            self.is_open = not layout.stored
+            chosen, keep = keep is Keep.CHOSEN, self._keep_of(keep, layout.calls)
             small = keep is Keep.SMALL
-            # Of a batch that was measured all is known.
-            marked = chosen and not (layout.measured or layout.half or is_traced()) and len(losses) > 1
-            marks = ALARM.drawn(losses) if marked and self._layouts.is_watched(uses.structure) else None
+            marks = self._marks(losses, layout, uses.structure) if chosen else None
             collector = NormCollector(
                 losses, layout, self._planner, trained, self.scale if marks is None else self.scale * marks,
-                keep=keep, room=self._room_for_small(calls) if small else 0, exact=exact,
+                keep=keep, room=self._room_for_small(layout.calls) if small else 0, exact=exact,
             )  # fmt: skip
             collector.structure, collector.marks = uses.structure, marks
-            region = calls[-1].region if calls and isinstance(calls[-1], FallbackCall) else None
-            if marks is not None and small:
-                collector.seen = {}
-                if region is not None:
-                    region.watch = collector.see
             collector.random_states = random_states() if again and not is_traced() else None
             collector.holds_graph = retain_graph or (chosen and (small or again))
-            sink: Sink = collector.receive if collector.seen is None else collector.receive_and_note
-            sink = sink if check is None else check.watched(sink)
-            stays = collector.holds_graph or check is not None
-            if layout.gradients is not None:
-                from_gradients(losses, calls, sink, layout.gradients)
-            else:
-                edges = () if check is None else check.edges
-                grads = first_pass(losses, calls, sink, marks, retain_graph=stays, edges=edges)
-                if check is not None and check.fails(grads):
-                    return None
-            if not collector.holds_graph and (layout.gradients is not None or stays):
-                free_graph(losses, calls)
+            if marks is not None and small:
+                collector.note_rows()
+            if not self._run(collector):
+                return None
         self.choices = collector.choices
         return collector
+
+    def _marks(self, losses: Tensor, layout: RowLayout, structure: int) -> Tensor | None:
+        """Marks [B] for the pass of a batch that the alarm watches; None where all is known, or chance says no."""
+        known = layout.measured or layout.half or is_traced() or len(losses) < 2
+        return None if known or not self._layouts.draws_watched(structure) else ALARM.drawn(losses)
+
+    def _run(self, collector: NormCollector) -> bool:
+        """Hands the collector what it is to receive; False, and the graph is there, where a zero has become another."""
+        losses, layout, holds = collector.losses, collector.layout, collector.holds_graph
+        check, held = layout.check, layout.gradients
+        sink: Sink = collector.receive if check is None else check.watched(collector.receive)
+        stays = holds or check is not None
+        if held is not None:
+            from_gradients(losses, layout.calls, sink, held)
+        else:
+            edges = () if check is None else check.edges
+            grads = first_pass(losses, layout.calls, sink, collector.marks, retain_graph=stays, edges=edges)
+            if check is not None and check.fails(grads):
+                return False
+        if not holds and (held is not None or stays):
+            free_graph(losses, layout.calls)
+        return True
 
     def _forward(self, losses: Tensor) -> FindForward:
         """Finds what runs the forward behind the losses again."""

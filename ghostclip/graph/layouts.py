@@ -165,8 +165,8 @@ class Layouts:
         structure = self._structure(key)
         structure.layout = structure.shared = None
 
-    def is_watched(self, key: int) -> bool:
-        """Whether the passes of a batch that isn't measured start from marks.
+    def draws_watched(self, key: int) -> bool:
+        """Draws whether the passes of a batch that isn't measured start from marks.
 
         None do where gradients of the structure are so small that their squares would leave float32 beside marks.
         """
@@ -266,9 +266,10 @@ def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: b
     at = {subject: each for subject, each in owned.items() if not isinstance(subject, LayerCall)}
     at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
     moves = movements(uses, at, examples, () if region is None else region.shared)
-    moved = bool(moves.always) or moves.moved(uses, examples)
     unseen = any(owned[call].zero for call in found.tables) or not (region is None or region.shown)
-    if moved or unseen or any(not each.shown or each.unclear for each in seen):
+    if unseen or moves is None or moves.moved(uses, examples):
+        return
+    if any(not each.shown or each.unclear for each in seen):
         return
     structure.unsettled = False
     structure.layout = _Layout(

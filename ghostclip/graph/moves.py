@@ -25,16 +25,14 @@ __all__ = ["Movements", "movements"]
 
 @dataclass(frozen=True)
 class Movements:
-    """What has to be looked at in each batch of a structure.
+    """What has to be looked at in each batch of a structure, whose ownership is measured where rows moved.
 
     Attributes:
-        always: whether ownership has to be measured in every batch.
         indexed: (place of a node, the dimension along which its subject has the examples; None if that isn't known).
         views: (place of a node, rows of its input, rows of its output) of reshapes that leave the examples in place
             only where sizes agree.
     """
 
-    always: bool
     indexed: Sequence[tuple[int, int | None]] = ()
     views: Sequence[tuple[int, Rows, Rows]] = ()
 
@@ -47,8 +45,8 @@ class Movements:
         )
 
 
-def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Collection[Any] = ()) -> Movements:
-    """What moves rows in graphs like this one, of so many examples.
+def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Collection[Any] = ()) -> Movements | None:
+    """What moves rows in graphs like this one, of so many examples; None: something that can't be looked at.
 
     Args:
         uses: of the graph.
@@ -61,7 +59,7 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
     # A tensor of the examples that belongs to one of them along no dimension.
     spread = any(each.is_shared and node not in constant for (node, _), each in owned.items())
     if uses.hooked or by_lengths or spread:
-        return Movements(always=True)
+        return None
     indexed, views = list[tuple[int, int | None]](), list[tuple[int, Rows, Rows]]()
     for place, node in enumerate(uses.nodes):
         if node in constant or type(node) is ACCUMULATE or isinstance(getattr(node, "call", None), LayerCall):
@@ -75,14 +73,14 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
             if word in op.BY_VALUE:
                 indexed.append((place, dim))
             elif _moves(node, dim, examples):
-                return Movements(always=True)
+                return None
         elif _may_mix(node, word, owned):
-            return Movements(always=True)
+            return None
         elif word in op.VIEWS:
             before, after = _regular(node.next_functions[0], owned), _regular((node, 0), owned)
             if before is not None and after is not None:
                 views.append((place, before, after))
-    return Movements(False, indexed, views)
+    return Movements(indexed, views)
 
 
 def _may_mix(node: Any, word: str, owned: Mapping[Edge, Owned]) -> bool:
