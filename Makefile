@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint mutants fuzz bench experiments papers notebooks matrix docs gpu-check clean
+.PHONY: help install demo test test-all test-wheel lint mutants fuzz bench experiments papers notebooks matrix docs gpu-check clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -25,6 +25,9 @@ test: install  ## the test suite, in two processes (2 to 6 minutes on two cores)
 
 test-all: install  ## the test suite with the long checks
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+test-wheel: install  ## build the wheel, test it where no C compiler is, and time its kernels beside none and those compiled here
+	$(BIN)/python experiments/wheel.py
 
 lint: install  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from ghostclip.native import kernels
+
 __all__ = ["busy_warning", "commit", "describe", "in_words"]
 
 QUIET = 0.5  # a load average above this, before the benchmark itself starts, means that something else is running
@@ -33,6 +35,7 @@ def describe(device: str = "cpu") -> dict[str, str | int | float]:
         "torch": torch.__version__,
         "load_average": _load(),
         "device": device,
+        "kernels": kernels(),
     }
     if device.startswith("cuda"):
         found["gpu"] = torch.cuda.get_device_name(device)
@@ -42,9 +45,10 @@ def describe(device: str = "cpu") -> dict[str, str | int | float]:
 def in_words(machine: dict[str, str | int | float]) -> str:
     """One line that names the machine under a table."""
     place = f"{machine['gpu']}, " if "gpu" in machine else ""
+    kernels = f", C kernels {machine['kernels']}" if "kernels" in machine else ""
     return (
         f"{place}{machine['cpu']}, {machine['cores']} cores, {machine['threads']} used, torch {machine['torch']}, "
-        f"load average {machine['load_average']} before the start"
+        f"load average {machine['load_average']} before the start{kernels}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import os
@@ -9,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import ghostclip
 from ghostclip.cli.arguments import CommandParser, OneLineParser
@@ -19,7 +21,7 @@ __all__ = ["main"]
 
 
 # {command: (the module that has its add_<command> and run_<command>, what it does)}. Importing a module takes torch and
-# a second, so ``--help``, ``--version`` and a mistyped command import none.
+# a second, so ``--help`` and a mistyped command import none.
 COMMANDS = {
     "train": ("train", "train one of the paper's models privately, and tell what it spent"),
     "epsilon": ("spending", "privacy spent by a setting"),
@@ -31,7 +33,7 @@ COMMANDS = {
     "ledger": ("spending", "what runs spent by a ledger, and whether it is whole"),
 }
 # {package: the extra it comes with}
-EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "sklearn", "tqdm"), "cli") | {"cryptography": "hardened"}
+EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "sklearn", "tqdm"), "cli")
 # What to do about an error of the system.
 REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place that you may write to")
 REMEDIES |= {errno.ENOSPC: "free some space on that disk, or choose another place", errno.ENOENT: "check the path"}
@@ -80,6 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(str(error) or "memory ran out", MISTAKE)
 
 
+class _Version(argparse.Action):
+    """Prints the version, and which kernels run here and from where."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from ghostclip.native import kernels  # which takes torch
+
+        print(f"ghostclip {ghostclip.__version__}\nC kernels: {kernels()}")
+        parser.exit()
+
+
 def _parser() -> OneLineParser:
     """The parser of all commands."""
     parser = OneLineParser(
@@ -87,7 +99,7 @@ def _parser() -> OneLineParser:
         description="Differentially private training with exact per-example gradient clipping.",
         epilog="example: ghostclip train --model cnn --data digits --report reports/demo",
     )
-    parser.add_argument("--version", action="version", version=f"ghostclip {ghostclip.__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show versions and kernels, and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
     for name, (module, summary) in COMMANDS.items():
         about = f"{summary[0].upper()}{summary[1:]}"

@@ -72,6 +72,8 @@ class Steps:
     def __init__(self, settings: Settings, model: nn.Module, data: TensorDataset) -> None:
         self._settings, self._model, self._data = settings, model, data
         self._optimizer = OPTIMIZERS[settings.optimizer](model.parameters(), settings.learning_rate)
+        # Where the random numbers of noise come from.
+        self.generator = "" if settings.noise is None else noise_source(settings.noise).generator_for(model)
 
     def __iter__(self) -> Iterator[Tensor]:
         raise NotImplementedError

@@ -112,7 +112,8 @@ def run_ledger(arguments: argparse.Namespace) -> int:
         print(f"A crash cut the last line short after {torn} bytes; the next run mends it.")
     for row in runs:
         times = f"from {row['from']} to {row['to']}"
-        print(f"  run {row['run']}, {row['noise']} noise, {times}: {row['steps']:,} steps over {row['setting']}")
+        noise = f"{row['noise']} noise" + (f" from {row['generator']}" if row["generator"] else "")
+        print(f"  run {row['run']}, {noise}, {times}: {row['steps']:,} steps over {row['setting']}")
     print(accounting.guarantee(spent, **choice))
     return 0
 
@@ -122,6 +123,7 @@ def _row(run: str, event: Event, charges: Sequence[Charge]) -> dict[str, Any]:
     return {
         "run": run,
         "noise": charges[0].noise,
+        "generator": charges[0].generator,
         "from": charges[0].time,
         "to": charges[-1].time,
         "setting": accounting.samples(event),

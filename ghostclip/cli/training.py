@@ -165,6 +165,7 @@ def train(
         seed=settings.seed,
         accuracies=seen.accuracies,
         compilation_seconds=seen.compilation_seconds,
+        generator=steps.generator if settings.noise_multiplier else "",
     )
     return Outcome(settings, model, run, _curve(settings, marks, seen.epsilons), steps.limit)
 

@@ -11,12 +11,15 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
+from torch import nn
+
 from ghostclip import accounting
 from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.terms import MOST, Plan, Terms
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.events import Event, merged
 from ghostclip.ledger import Ledger
+from ghostclip.noise import Noise
 from ghostclip.validate import one_of, positive
 
 __all__ = ["Spending"]
@@ -38,7 +41,8 @@ class Spending:
         max_epsilon: which no step may pass, at the plan's delta; None: ``target_epsilon`` of the plan where something
             else was spent besides the steps it was calibrated for, else no limit.
         ledger: the file that every step is charged to, or its path; None: steps are counted in memory.
-        noise: the noise's mode, for readers of the ledger.
+        noise: its mode and generator are recorded for readers of the ledger.
+        model: that is trained.
 
     Attributes:
         max_epsilon: as given.
@@ -57,7 +61,8 @@ class Spending:
         plan: Plan,
         max_epsilon: float | None,
         ledger: str | os.PathLike[str] | Ledger | None,
-        noise: str,
+        noise: Noise,
+        model: nn.Module,
     ) -> None:
         self._ranks, self._plan = ranks, plan
         self._planned = {replace(event, count=1): event.count for event in merged(events)}
@@ -68,16 +73,20 @@ class Spending:
         self._running = accounting.RunningEpsilon()
         # How many steps of its own the run may take; for which run, records of others and checkpoints that was found.
         self._limit, self._limit_for, self._added = 0, ("", self._first, -1, -1), 0
-        self._shared(partial(self._open, max_epsilon, ledger, noise))
+        self._shared(partial(self._open, max_epsilon, ledger, noise, model))
         if not ranks.leads:
-            self._open(max_epsilon, None, noise)
+            self._open(max_epsilon, None, noise, model)
 
-    def _open(self, max_epsilon: float | None, ledger: str | os.PathLike[str] | Ledger | None, noise: str) -> None:
+    def _open(
+        self, max_epsilon: float | None, ledger: str | os.PathLike[str] | Ledger | None, noise: Noise, model: nn.Module
+    ) -> None:
         self.max_epsilon = None if max_epsilon is None else positive(max_epsilon=max_epsilon)
         if self.max_epsilon is not None and not self.private:
             raise ValueError(f"max_epsilon={max_epsilon!r} can't be kept without private noise: epsilon would be inf")
         self.ledger = ledger if isinstance(ledger, Ledger | None) else Ledger(ledger)
-        self._account = None if self.ledger is None else self.ledger.account(noise)
+        self._account = None
+        if self.ledger is not None:
+            self._account = self.ledger.account(noise.mode, noise.generator_for(model))
         self._start_run()
         try:
             self._check_alike(self.events)

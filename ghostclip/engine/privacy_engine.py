@@ -68,7 +68,7 @@ class PrivacyEngine(OpacusNames):
         clipping: a max norm or a policy of `ghostclip.clipping`.
         second_pass: "auto", "cached" or "reweight", as for `GhostClipper`. It changes time and memory only.
         noise: "standard": unpredictable noise in floating point. "hardened": noise from a cipher, and released numbers
-            on a lattice; needs `cryptography`. "test" with ``seed``: repeatable noise, reported as epsilon = inf.
+            on a lattice. "test" with ``seed``: repeatable noise, reported as epsilon = inf.
         seed: of noise and sampling, with ``noise="test"`` only.
         ledger: a file (or a `ghostclip.ledger.Ledger`). Each step is charged there before it is released. An existing
             file is continued: its charges count for `epsilon`, ``max_epsilon`` and the planned steps.
@@ -102,7 +102,6 @@ class PrivacyEngine(OpacusNames):
         PrivacyError: the optimizer or the data can't be used privately; the message names the remedy.
         LedgerError: another process uses the ledger, or the file is damaged, isn't a ledger or can't be written.
         ValueError, TypeError: an argument is out of range, or two arguments exclude each other.
-        ModuleNotFoundError: ``noise="hardened"`` without the `cryptography` package.
     """
 
     # `ghostclip.compat.opacus` has rates and accountants of its own.
@@ -163,7 +162,7 @@ class PrivacyEngine(OpacusNames):
         self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
         self.noise, self.sampling, self.neighboring = source.mode, sampling, neighboring
         micro_batches = micro_batches_of(model, loader, auto, memory_limit)
-        self._spending = Spending(ranks, charged, plan, max_epsilon, ledger, noise)
+        self._spending = Spending(ranks, charged, plan, max_epsilon, ledger, source, model)
         self.max_epsilon, self.ledger = self._spending.max_epsilon, self._spending.ledger
         self._loader: LogicalBatches | None = loader
         self._attach(clipper, source, scaling, micro_batches, self_check, seed)
@@ -307,9 +306,10 @@ class PrivacyEngine(OpacusNames):
         return spent if self._spending.private else math.inf
 
     def guarantee(self, delta: float | None = None, accountant: str = "pld") -> str:
-        """The guarantee in a sentence: epsilon, delta, sampling, noise and neighbouring data sets; see `epsilon`."""
+        """The guarantee in words: epsilon, delta, sampling, noise, its generator, neighbouring data; see `epsilon`."""
         found = accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
-        return f"{found} (noise='test' counts as none.)" if self.noise == "test" and self.steps_taken else found
+        source = self._snapshots.noise.generator_for(self.model)
+        return f"{found} Its noise comes from {source}." if self.steps_taken else found
 
     def accept_parameters(self) -> None:
         """Accepts trained parameters that were changed by no private data, such as a loaded state dict.

@@ -59,14 +59,17 @@ class Journal:
         self._stamp: tuple[int, int] | None = None
         self._load()
 
-    def reserve(self, run: str, event: Event, count: int, noise: str, most: Most) -> None:
-        """Writes an intent, on the disk when this returns: ``event`` may be released as often as that, or ``most``."""
+    def reserve(self, run: str, event: Event, count: int, noise: tuple[str, str], most: Most) -> None:
+        """Writes an intent, on the disk when this returns: ``event`` may be released as often as that, or ``most``.
+
+        ``noise`` is its mode and its generator, see `Charge`.
+        """
         self._check_owner()
         self._refresh()
         once = replace(event, count=1)
         allowed = positive_int(most=min(count, most(*self._spent_for(run))))
         returned = self._given_up(run)
-        intent = {"kind": "intent", "time": now(), "run": run, "noise": noise}
+        intent = {"kind": "intent", "time": now(), "run": run, "noise": noise[0], "generator": noise[1]}
         self._append([*returned, intent | {"event": encoded(replace(event, count=allowed))}])
         self._written[run] += 1 + len(returned)
         self._blocks[run] = Block(len(self.contents.hashes) - 1, once, allowed)

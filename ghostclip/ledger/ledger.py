@@ -54,16 +54,17 @@ class Ledger:
         self.path = Path(os.path.abspath(path))
         self.block = positive_int(block=block)
 
-    def account(self, noise: str = "standard") -> Account:
+    def account(self, noise: str = "standard", generator: str = "") -> Account:
         """Opens an account, through which one run charges its steps.
 
         Args:
             noise: the run's noise mode, which is recorded: "standard", "hardened" or "test".
+            generator: where its random numbers come from, in words, which is recorded, too.
 
         Raises:
             LedgerError: another process uses the file, or it is damaged, of another version, or can't be created.
         """
-        return Account(self, noise)
+        return Account(self, noise, generator)
 
     @property
     def contents(self) -> Contents:
@@ -111,8 +112,8 @@ class Account:
         run: a random name of the run, which its records have.
     """
 
-    def __init__(self, ledger: Ledger, noise: str) -> None:
-        self._path, self._block, self._noise = ledger.path, ledger.block, noise
+    def __init__(self, ledger: Ledger, noise: str, generator: str) -> None:
+        self._path, self._block, self._noise = ledger.path, ledger.block, (noise, generator)
         self._journal, self.run = in_turn(joined)(ledger.path)
         # When a run is forgotten rather than closed, or the process ends.
         self._forgotten = weakref.finalize(self, give_up, self._journal, self.run)

@@ -76,6 +76,7 @@ class Charge:
         run: a random name of the run.
         noise: the run's noise mode: "standard", "hardened" or "test".
         time: when they were reserved, in UTC (ISO 8601).
+        generator: where its random numbers came from, in words; "" where the record doesn't say.
     """
 
     event: Event
@@ -83,6 +84,7 @@ class Charge:
     run: str
     noise: str
     time: str
+    generator: str = ""
 
     @property
     def spent(self) -> Event:
@@ -133,7 +135,8 @@ class Contents:
         elif kind == "intent":
             event = decoded(record["event"])
             positive_int(count=event.count)
-            self.charges[number] = Charge(event, 0, record["run"], record["noise"], record["time"])
+            generator = record.get("generator", "")
+            self.charges[number] = Charge(event, 0, record["run"], record["noise"], record["time"], generator)
             self.totals[record["run"]][replace(event, count=1)] += event.count
         elif kind == "returned":
             charge, count = self.charges[record["of"]], positive_int(count=record["count"])

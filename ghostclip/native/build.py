@@ -1,10 +1,10 @@
-"""Compiling the C files of this package with the system's compiler, once for each machine, and loading them.
+"""Loading the C kernels: those that the wheel has, or else compiled by the system's compiler, once for each machine.
 
 Nothing is compiled at import: the first kernel that is needed has all of them compiled, side by side. They are kept in
 ``$XDG_CACHE_HOME/ghostclip`` (``~/.cache/ghostclip``) under names made of the source, the compiler and the processor,
 so that a change of any of them compiles anew, and of the library's own digest. Only a regular file that has this digest
 is loaded, and only where file and folder are this user's or root's and nobody else may write to them.
-``GHOSTCLIP_COMPILE=0`` in the environment forbids it.
+``GHOSTCLIP_COMPILE=0`` in the environment does without any kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
 import stat
 import subprocess
 import tempfile
@@ -26,15 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from ghostclip.native.notices import slow_work
+from ghostclip.native.targets import BETTER, FLAGS, FOLDER, KERNELS, file_of, find_compiler
 
-__all__ = ["library", "seconds_compiling"]
+__all__ = ["kernels", "library", "seconds_compiling"]
 
-COMPILERS = ("cc", "gcc", "clang")
-# sqrt without errno and comparisons without traps can be vectorised; NaN and inf go through as they should.
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-# What not every compiler knows, tried first.
-BETTER = ("-mprefer-vector-width=512",)
 # What a compiler may take for one file: seconds of the processor, and of the clock, on a machine that is busy.
 PROCESSOR_SECONDS, SECONDS = 60, 600
 # Hexadecimal digits of a digest in a name.
@@ -46,7 +43,7 @@ _durations: list[float] = []
 
 @functools.cache
 def library(name: str, real: str = "float") -> ctypes.CDLL | None:
-    """The compiled ``name``.c of this folder; None where it can't be had, which is logged once with the reason.
+    """The kernels of ``name``.c in this folder; None where they can't be had, which is logged once with the reason.
 
     That the compiler starts is logged at level INFO, how long it took at level DEBUG (logger "ghostclip").
 
@@ -55,8 +52,10 @@ def library(name: str, real: str = "float") -> ctypes.CDLL | None:
         real: "double" for the functions that take float64, of a file that has functions for each type of number.
     """
     if os.environ.get("GHOSTCLIP_COMPILE", "1") == "0":
-        log.info("%s: not compiled, GHOSTCLIP_COMPILE is 0; tensor operations do its work", name)
+        log.info("%s: not used, GHOSTCLIP_COMPILE is 0; tensor operations do its work", name)
         return None
+    if name in KERNELS and (shipped := _in_wheel(Path(__file__).with_name(FOLDER))) is not None:
+        return shipped
     try:
         return ctypes.CDLL(str(_compiled(Path(__file__).with_name(f"{name}.c"), real)))
     except (OSError, subprocess.SubprocessError) as error:
@@ -65,17 +64,51 @@ def library(name: str, real: str = "float") -> ctypes.CDLL | None:
         return None
 
 
+def kernels() -> str:
+    """Which kernels this process uses, in words, and what to do where it has none."""
+    if os.environ.get("GHOSTCLIP_COMPILE", "1") == "0":
+        return "none, since GHOSTCLIP_COMPILE is 0; unset it for faster steps"
+    folder = Path(__file__).with_name(FOLDER)
+    if _in_wheel(folder) is not None:
+        return f"of the wheel ({_file_in(folder).stem.removeprefix('kernels-')})"
+    try:
+        return f"compiled on this machine at first use, by {Path(find_compiler()).name}"
+    except FileNotFoundError as error:
+        return (
+            f"none: {error}, and this installation brings none. Steps of recurrent networks, word embeddings and "
+            "attention take up to twice as long; install gcc or clang, or a wheel for this platform"
+        )
+
+
 def seconds_compiling() -> float:
     """How long this process has waited for the compiler so far."""
     return sum(_durations)
 
 
+def _file_in(folder: Path) -> Path:
+    return folder / file_of(torch.backends.cpu.get_cpu_capability())
+
+
+@functools.cache
+def _in_wheel(folder: Path) -> ctypes.CDLL | None:
+    """All kernels, compiled for processors like this one, where the wheel brought them."""
+    file = _file_in(folder)
+    if not file.exists():
+        return None
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        log.warning("%s of the wheel can't be loaded: %s", file.name, error)
+        return None
+
+
 def _compiled(source: Path, real: str) -> Path:
     """The shared library made of ``source``, from the cache or anew, with all others that are missing there."""
-    compiler, folder = _compiler(), _folder()
+    compiler, folder = find_compiler(), _folder()
     if (found := _cached(folder, _stem(source, real, compiler))) is not None:
         return found
-    others = [path for path in source.parent.glob("*.c") if real == "float" or _is_typed(path)]
+    others = [path for path in source.parent.glob("*.c") if (path.stem in KERNELS) == (source.stem in KERNELS)]
+    others = [path for path in others if real == "float" or _is_typed(path)]
     missing = [path for path in others if _cached(folder, _stem(path, real, compiler)) is None]
     errors = _compile(missing, real, compiler, folder)
     if source in errors:
@@ -155,20 +188,13 @@ def _compile_one(real: str, compiler: str, folder: Path, source: Path) -> Except
 
 
 def _flags(real: str) -> tuple[str, ...]:
-    return (*FLAGS, f"-DONLY_{real.upper()}")
+    return (*FLAGS, "-march=native", f"-DONLY_{real.upper()}")
 
 
 def _run(compiler: str, flags: tuple[str, ...], source: Path, target: str) -> None:
     command = [compiler, *flags, "-o", target, str(source), "-lm"]
     limited = ["/bin/sh", "-c", f'ulimit -t {PROCESSOR_SECONDS} && exec "$@"', "sh", *command]
     subprocess.run(limited, check=True, capture_output=True, text=True, timeout=SECONDS)
-
-
-def _compiler() -> str:
-    for name in (os.environ.get("CC", ""), *COMPILERS):
-        if name and (found := shutil.which(name)):
-            return found
-    raise FileNotFoundError(f"no C compiler found (tried $CC, {', '.join(COMPILERS)})")
 
 
 def _stem(source: Path, real: str, compiler: str) -> str:

@@ -17,13 +17,12 @@ def noise_source(mode: str = "standard", seed: int | None = None) -> Noise:
 
     Args:
         mode: "standard": a generator on each device, its state filled from the operating system's entropy;
-            "hardened": a cipher's key stream, and sums on a lattice, exact to the last digit; needs `cryptography`;
+            "hardened": a cipher's key stream, and sums on a lattice, exact to the last digit;
             "test": repeatable noise from ``seed``, which protects nobody and is charged as epsilon = inf.
         seed: a whole number, with "test" only.
 
     Raises:
         ValueError: an unknown mode; a seed without "test", or "test" without one.
-        ModuleNotFoundError: "hardened" without the `cryptography` package; the message says how to install it.
     """
     one_of(MODES, noise=mode)
     if mode == "test" and seed is None:

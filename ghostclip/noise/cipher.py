@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from ghostclip.validate import fraction, whole
 
@@ -28,20 +29,9 @@ class KeyStream:
     Args:
         key: 32 bytes; None, as it must be where privacy depends on it, for the operating system's entropy.
         block: where the counter starts.
-
-    Raises:
-        ModuleNotFoundError: the `cryptography` package is not installed.
     """
 
     def __init__(self, key: bytes | None = None, block: int = 0) -> None:
-        try:
-            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                'noise="hardened" needs the cryptography package, which is not installed; run in a checkout: '
-                'pip install ".[hardened]"',
-                name=error.name,
-            ) from error
         counter = modes.CTR(block.to_bytes(BLOCK_BYTES, "big"))
         key = os.urandom(KEY_BYTES) if key is None else key
         self._encrypt = Cipher(algorithms.AES(key), counter).encryptor().update_into

@@ -1,7 +1,7 @@
 """Normal numbers from generators whose whole key comes from the operating system.
 
-On the CPU they come from ChaCha12, a cipher that nobody can foresee, by one short C function; where that can't be
-compiled, from PCG64-DXSM by tensor operations. torch's own draw takes a word of a Mersenne twister for each number,
+On the CPU they come from a cipher, which nobody can foresee: ChaCha12 by one short C function, or where no kernel can
+be had AES-256 by OpenSSL and tensor operations. torch's own draw takes a word of a Mersenne twister for each number,
 which is slower than both, and keeps 32 bits of its seed. Other devices use torch's counter-based generator, whose key
 has 64 bits.
 
@@ -28,10 +28,13 @@ from torch import Tensor
 
 from ghostclip.native import library
 from ghostclip.native.calls import share_out
+from ghostclip.noise.cipher import KeyStream
 
-__all__ = ["ChaCha", "DeviceNormal", "Normal", "Pcg", "box_muller", "normal_on"]
+__all__ = ["Aes", "ChaCha", "DeviceNormal", "Normal", "box_muller", "normal_on"]
 
 ENTROPY_BYTES = 32
+# Words of 32 bits in a block of AES.
+WORDS_OF_BLOCK = 4
 # Numbers that are worked on together by tensor operations, so that memory stays small and in the cache.
 CHUNK = 1 << 17
 # 31 random bits below it, once in 2^19 times, get 32 more, as in normal.c.
@@ -41,10 +44,15 @@ WORK = 32
 
 
 class Normal:
-    """A stream of independent normal numbers, made of random words."""
+    """A stream of independent normal numbers, made of random words.
 
-    # How far the stream has come, as plain data; kept of repeatable streams only.
+    Attributes:
+        position: how far the stream has come, as plain data; kept of repeatable streams only.
+        generator: where the words come from, in words.
+    """
+
     position: Any
+    generator: str
 
     def words(self, count: int) -> np.ndarray:
         """The next ``count`` words, uint32."""
@@ -61,7 +69,7 @@ def normal_on(device: torch.device, seed: int | None) -> Normal:
     if device.type != "cpu":
         return DeviceNormal(device, seed)
     compiled = library("normal")
-    return Pcg(seed) if compiled is None else ChaCha(compiled, seed)
+    return Aes(seed) if compiled is None else ChaCha(compiled, seed)
 
 
 class ChaCha(Normal):
@@ -75,8 +83,10 @@ class ChaCha(Normal):
         position: the number of blocks taken from the key stream.
     """
 
+    generator = "ChaCha12, a cipher, in a C kernel"
+
     def __init__(self, compiled: ctypes.CDLL, seed: int | None = None) -> None:
-        self._key = os.urandom(ENTROPY_BYTES) if seed is None else hashlib.sha256(str(seed).encode()).digest()
+        self._key = _key(seed)
         self.position = 0
         self._key_place = ctypes.cast(ctypes.c_char_p(self._key), ctypes.c_void_p).value
         self._lanes = compiled.ghostclip_lanes()
@@ -132,30 +142,33 @@ class ChaCha(Normal):
         return found
 
 
-class Pcg(Normal):
-    """Normal numbers on the CPU from PCG64-DXSM, where no C compiler is.
+class Aes(Normal):
+    """Normal numbers on the CPU from the key stream of AES-256 in counter mode, where no C kernel can be had.
 
     Args:
-        seed: None for 256 bits of the operating system's entropy.
+        seed: None for a key of 256 bits of the operating system's entropy.
     """
 
+    generator = "AES-256, a cipher, in OpenSSL"
+
     def __init__(self, seed: int | None = None) -> None:
-        entropy = int.from_bytes(os.urandom(ENTROPY_BYTES), "little") if seed is None else seed
-        # A pool of eight words takes in all 256 bits; the default of four would keep 128.
-        self._bits = np.random.PCG64DXSM(np.random.SeedSequence(entropy, pool_size=ENTROPY_BYTES // 4))
+        self._key = _key(seed)
+        self.position = 0
 
     @property
-    def position(self) -> Any:
-        """numpy's state of the generator, a dict."""
-        return self._bits.state
+    def position(self) -> int:
+        """The number of words taken from the key stream."""
+        return self._taken
 
     @position.setter
-    def position(self, state: Any) -> None:
-        self._bits.state = state
+    def position(self, words: int) -> None:
+        self._stream, self._taken = KeyStream(self._key, words // WORDS_OF_BLOCK), words
+        self._stream.halves(words % WORDS_OF_BLOCK)
 
     def words(self, count: int) -> np.ndarray:
-        """The next ``count`` words, uint32."""
-        return self._bits.random_raw((count + 1) // 2).view(np.uint32)[:count]
+        """The next ``count`` words, uint32. They count as taken before they are."""
+        self._taken += count
+        return self._stream.halves(count)
 
 
 class DeviceNormal(Normal):
@@ -167,6 +180,7 @@ class DeviceNormal(Normal):
     """
 
     def __init__(self, device: torch.device, seed: int | None = None) -> None:
+        self.generator = f"torch's generator of {device.type} with a seed of 64 bits, no cipher"
         self._generator = torch.Generator(device)
         self._generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True) if seed is None else seed)
 
@@ -182,6 +196,11 @@ class DeviceNormal(Normal):
     def fill(self, out: Tensor, std: float) -> None:
         """See `Normal.fill`."""
         out.normal_(0.0, std, generator=self._generator)
+
+
+def _key(seed: int | None) -> bytes:
+    """256 bits of the operating system's entropy, or of a seed."""
+    return os.urandom(ENTROPY_BYTES) if seed is None else hashlib.sha256(str(seed).encode()).digest()
 
 
 @torch.no_grad()

@@ -55,18 +55,17 @@ ENOUGH, MORE = 52, 128
 
 
 class HardenedNoise(Noise):
-    """Gaussian noise, fresh at each release, that leaves its sums on a lattice.
-
-    Raises:
-        ModuleNotFoundError: the `cryptography` package is not installed.
-    """
+    """Gaussian noise, fresh at each release, that leaves its sums on a lattice."""
 
     mode = "hardened"
     private = True
 
     def __init__(self) -> None:
-        KeyStream()
         self.draws = 0
+
+    def generator_on(self, device: torch.device) -> str:
+        """See `Noise.generator_on`."""
+        return "AES-256, a cipher, in OpenSSL, with a key of its own for each step"
 
     @torch.no_grad()
     def release(self, sums: Sequence[Tensor], std: float, divisor: float = 1.0) -> list[Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ghostclip.validate import nonnegative, positive
@@ -49,6 +49,15 @@ class Noise:
             key: 32 random bytes that several processes share, which then draw the same; None: fresh ones, for one.
         """
         raise NotImplementedError
+
+    def generator_on(self, device: torch.device) -> str:
+        """Where the random numbers for parameters on a device come from, in words."""
+        raise NotImplementedError
+
+    def generator_for(self, model: nn.Module) -> str:
+        """Where those for a model's trained parameters come from."""
+        devices = [parameter.device for parameter in model.parameters() if parameter.requires_grad]
+        return ", and ".join(dict.fromkeys(map(self.generator_on, dict.fromkeys(devices))))
 
     def positions(self) -> dict[str, Any]:
         """How far a repeatable source has come, for a checkpoint; {} for a private one, which nobody may repeat."""

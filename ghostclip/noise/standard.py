@@ -79,6 +79,11 @@ class StandardNoise(Noise):
             return np.random.default_rng(int.from_bytes(key, "little"))
         return np.random.default_rng()
 
+    def generator_on(self, device: torch.device) -> str:
+        """See `Noise.generator_on`."""
+        found = self._stream(device).generator
+        return found if self.private else f"{found}, seeded (noise='test' counts as none)"
+
     def positions(self) -> dict[str, Any]:
         """See `Noise.positions`: {device: how far its stream has come}."""
         return {} if self.private else {str(device): stream.position for device, stream in self._streams.items()}

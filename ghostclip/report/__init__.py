@@ -218,6 +218,7 @@ def _page(record: Record, images: list[_Image]) -> str:
         images=images,
         accountants=accountants,
         modes={run.noise for run in record.runs} - {None},
+        generators=sorted({run.generator for run in record.runs if run.noise == "standard"} - {""}),
         meanings=_meanings(groups, record.privacy.delta) if record.privacy else [],
         seeds=max(len(group.runs) for group in groups),
         version=ghostclip.__version__,

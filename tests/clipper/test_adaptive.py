@@ -107,8 +107,6 @@ def test_gradients_and_count_come_from_one_draw() -> None:
 
 @pytest.mark.parametrize("mode", ["standard", "hardened"])
 def test_private_modes_adapt_too(mode: str) -> None:
-    if mode == "hardened":
-        pytest.importorskip("cryptography")
     policy = Adaptive(0.01)
     engine = engine_for(torch.full((400,), 5.0), policy, noise=mode, seed=None)
     run(engine, 2)

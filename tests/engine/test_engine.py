@@ -17,7 +17,7 @@ from ghostclip import GhostClipper, accounting
 from ghostclip.clipping import PerLayer
 from ghostclip.engine import PrivacyEngine
 from ghostclip.events import SampledGaussian
-from ghostclip.noise.gaussian import ChaCha, Pcg
+from ghostclip.noise.gaussian import Aes, ChaCha
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, weight_decay=1e-3, foreach=False),
@@ -127,7 +127,7 @@ def test_noise_has_its_standard_deviation_and_comes_once_a_step() -> None:
 def test_one_draw_serves_a_step_of_many_physical_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = runs.engine_for(runs.network(), noise_multiplier=1.0, clipping=1.0, max_physical_batch_size=1)
     draws = []
-    for stream in (ChaCha, Pcg):
+    for stream in (ChaCha, Aes):
         fill = stream.fill
         monkeypatch.setattr(stream, "fill", lambda me, out, std, fill=fill: draws.append(std) or fill(me, out, std))
     add = ChaCha.add

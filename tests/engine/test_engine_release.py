@@ -74,8 +74,6 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_engine_step_releases_with_noise_even_without_hooks(
     lose: Callable[[PrivacyEngine], None], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kind == "hardened":
-        pytest.importorskip("cryptography")
     interpret(monkeypatch)
     found = []
     for broken in (False, True):

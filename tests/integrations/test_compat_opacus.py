@@ -260,7 +260,6 @@ def test_outputs_that_do_not_show_their_examples_are_refused_at_first(monkeypatc
 
 
 def test_noise_from_a_cipher() -> None:
-    pytest.importorskip("cryptography")
     engine = PrivacyEngine(secure_mode=True)
     model, optimizer, loader = private(engine, "words", layers, noise_multiplier=1.0)
     assert len(list(train(loader, model, optimizer, mean_loss))) == 5

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ghostclip.native import build, library
+from ghostclip.native import build, library, targets
 
 HERE = Path(build.__file__).parent
 # Quickly compiled ones of the package's files.
@@ -117,7 +117,7 @@ def replace(file: Path) -> None:
     """By a library that says something else."""
     source = file.with_suffix(".c")
     source.write_text("int answer(void) { return 666; }")
-    subprocess.run([build._compiler(), "-shared", "-fPIC", "-o", str(file), str(source)], check=True)
+    subprocess.run([targets.find_compiler(), "-shared", "-fPIC", "-o", str(file), str(source)], check=True)
     source.unlink()
 
 
@@ -162,7 +162,7 @@ def test_a_file_that_was_spoilt_is_not_loaded_but_made_anew(
 
 
 def test_a_folder_in_its_place_is_no_library(own_cache: Path, answer: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stem = build._stem(answer, "float", build._compiler())
+    stem = build._stem(answer, "float", targets.find_compiler())
     own_cache.mkdir(mode=0o700)
     (own_cache / f"{stem}-{'0' * build.DIGITS}.so").mkdir()
     found = build.library("answer")
@@ -194,7 +194,7 @@ def test_others_may_write_by_default_here_and_still_it_is_found_again(own_cache:
 def compiler_that(does: str, folder: Path) -> str:
     """A compiler that does something before it compiles."""
     script = folder / "slow-cc"
-    script.write_text(f'#!/bin/sh\n{does}\nexec {build._compiler()} "$@"\n')
+    script.write_text(f'#!/bin/sh\n{does}\nexec {targets.find_compiler()} "$@"\n')
     script.chmod(0o755)
     return str(script)
 
@@ -217,7 +217,7 @@ def test_the_packages_own_are_compiled_within_their_time() -> None:
     """In processor time, on a machine that may be busy: a third of it is what an idle one takes."""
     before = os.times()
     flags = (*build._flags("float"), *build.BETTER)
-    subprocess.run([build._compiler(), *flags, "-o", "/dev/null", str(HERE / "rows.c"), "-lm"], check=True)
+    subprocess.run([targets.find_compiler(), *flags, "-o", "/dev/null", str(HERE / "rows.c"), "-lm"], check=True)
     after = os.times()
     assert after.children_user - before.children_user < 3
 

@@ -12,6 +12,7 @@ import pytest
 import ghostclip
 from ghostclip import accounting, cli
 from ghostclip.cli import main, train
+from ghostclip.native import kernels
 
 SAMPLING = ["--examples", "6000", "--batch-size", "60", "--epochs", "2"]
 AUTO = ["--max-physical-batch-size", "auto"]
@@ -82,7 +83,9 @@ def test_module_and_version():
     output = subprocess.run(
         [sys.executable, "-m", "ghostclip", "--version"], capture_output=True, text=True, check=True
     )
-    assert output.stdout == f"ghostclip {ghostclip.__version__}\n"
+    first, second = output.stdout.splitlines()
+    assert first == f"ghostclip {ghostclip.__version__}"
+    assert second == f"C kernels: {kernels()}"
 
 
 def test_epsilon_is_accounting_s(capsys):

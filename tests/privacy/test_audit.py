@@ -261,7 +261,6 @@ def test_a_sound_engine_is_consistent_and_its_noise_is_found():
 
 @pytest.mark.slow
 def test_hardened_noise_is_audited_too():
-    pytest.importorskip("cryptography")
     found = audited(confidence=0.9999, noise="hardened", canaries=4)
     assert not found.violated
     assert 0.5 < found.white_box.noise_multiplier < math.inf

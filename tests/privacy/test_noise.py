@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import hashlib
 import multiprocessing
 import pickle
 import struct
@@ -12,11 +13,12 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from ghostclip.native import library
 from ghostclip.noise import noise_source
-from ghostclip.noise.gaussian import CHUNK, SMALL, ChaCha, Normal, Pcg, box_muller
+from ghostclip.noise.gaussian import CHUNK, SMALL, Aes, ChaCha, Normal, box_muller
 from ghostclip.noise.standard import StandardNoise
 
 MILLION = 1_000_000
@@ -101,11 +103,8 @@ def test_all_the_entropy_asked_for_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     asked = []
     monkeypatch.setattr("os.urandom", lambda count: asked.append(count) or bytes(count))
     assert ChaCha(compiled())._key == bytes(32)
-    Pcg()
+    assert Aes()._key == bytes(32)
     assert asked == [32, 32]
-    # 256 bits of entropy that differ in the last one only make other numbers: none of them is thrown away.
-    drawn = [Pcg(entropy).words(4).tolist() for entropy in (1 << 255, (1 << 255) + 1)]
-    assert not set(drawn[0]) & set(drawn[1])
 
 
 def compiled() -> ctypes.CDLL:
@@ -216,7 +215,7 @@ def test_words_of_which_few_bits_are_left_get_more_of_another_nonce() -> None:
 
 
 def streams() -> list[Normal]:
-    return [Pcg()] if library("normal") is None else [Pcg(), ChaCha(compiled())]
+    return [Aes()] if library("normal") is None else [Aes(), ChaCha(compiled())]
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 255, 257, CHUNK - 1, CHUNK + 1, 2 * CHUNK + 3])
@@ -249,7 +248,19 @@ def test_without_a_compiler_the_noise_is_made_all_the_same(monkeypatch: pytest.M
     monkeypatch.setattr("ghostclip.noise.gaussian.library", lambda name: None)
     source = StandardNoise()
     assert stats.kstest(numbers(source), "norm").pvalue > RARE
-    assert isinstance(source._stream(torch.device("cpu")), Pcg)
+    assert source.generator_on(torch.device("cpu")) == "AES-256, a cipher, in OpenSSL"
+
+
+@pytest.mark.parametrize("before", [0, 1, 3, 4, 9])
+def test_the_stream_of_aes_is_that_of_openssl_and_goes_on_in_the_middle_of_a_block(before: int) -> None:
+    key = hashlib.sha256(b"5").digest()
+    whole = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update(bytes(4 * 20))
+    stream, resumed = Aes(5), Aes(5)
+    first = stream.words(before)
+    resumed.position = stream.position
+    assert [*first, *stream.words(7)] == np.frombuffer(whole, np.uint32)[: before + 7].tolist()
+    assert resumed.words(7).tolist() == np.frombuffer(whole, np.uint32)[before : before + 7].tolist()
+    assert resumed.position == stream.position == before + 7
 
 
 def test_one_flat_draw_serves_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

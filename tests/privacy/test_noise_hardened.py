@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -62,25 +61,6 @@ def test_no_process_and_no_copy_repeats_another_s_noise(method: str) -> None:
         drawn.append(each.release([torch.zeros(50, dtype=torch.float64)], 1.0)[0].tolist())
     # Numbers are multiples of the step, so single ones may agree; two sequences never do.
     assert max(np.mean(np.equal(one, other)) for i, one in enumerate(drawn) for other in drawn[:i]) < 0.2
-
-
-def test_a_missing_cipher_is_named_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
-    with pytest.raises(ModuleNotFoundError, match=r'^noise="hardened" needs .*pip install "\.\[hardened\]"$'):
-        noise_source("hardened")
-    model = runs.network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with pytest.raises(ModuleNotFoundError, match="needs the cryptography package"):
-        runs.engine_for(model, optimizer, noise="hardened")
-    assert not optimizer._optimizer_step_pre_hooks
-    assert main(["train", "--model", "mlp", "--noise", "hardened", "--noise-multiplier", "1", "--no-compare"]) == 2
-    assert (
-        capsys.readouterr()
-        .err.splitlines()[-1]
-        .endswith('cryptography is not installed; run in a checkout: pip install ".[hardened]"')
-    )
 
 
 @pytest.mark.parametrize("noise", ["standard", "hardened"])

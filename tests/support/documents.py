@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ghostclip.noise.gaussian import Aes, ChaCha
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -34,5 +36,6 @@ def run(document: str) -> dict[str, Any]:
         with contextlib.redirect_stdout(printed):
             exec(block, namespace)
         if expected is not None:
-            assert printed.getvalue() == expected, document
+            # As it is where there are C kernels.
+            assert printed.getvalue().replace(Aes.generator, ChaCha.generator) == expected, document
     return namespace

@@ -82,7 +82,7 @@ class OpacusEngine:
         accountant: how `get_epsilon` computes epsilon: "prv" (by privacy loss distributions) or "rdp" (by Rényi
             divergences).
         secure_mode: draw the noise from a cipher and release numbers on a lattice, as ``noise="hardened"`` of
-            `ghostclip.PrivacyEngine`. It needs the `cryptography` package.
+            `ghostclip.PrivacyEngine`.
 
     Raises:
         ValueError: ``accountant`` has another value.
@@ -155,7 +155,6 @@ class OpacusEngine:
             PrivacyError: several processes train together, or `ghostclip.PrivacyEngine` raises it.
             UnsupportedModelError: the model can't be clipped exactly; every obstacle is listed.
             ValueError, TypeError: an argument is unknown, out of range or not supported.
-            ModuleNotFoundError: ``secure_mode`` without the `cryptography` package.
         """
         chosen = _chosen(options)
         optimizer = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
