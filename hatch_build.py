@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import subprocess
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -40,8 +41,12 @@ class KernelsHook(BuildHookInterface):
             return
         self._made = tempfile.TemporaryDirectory(prefix="ghostclip-")
         folder = Path(self._made.name)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            files = list(pool.map(lambda level: targets.compile_for(level, compiler, folder), targets.levels()))
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                files = list(pool.map(lambda level: targets.compile_for(level, compiler, folder), targets.levels()))
+        except subprocess.CalledProcessError as error:
+            self.app.display_warning(f"{error}; this wheel is for all platforms, and has no kernels")
+            return
         build_data["force_include"] |= {str(file): f"ghostclip/native/{targets.FOLDER}/{file.name}" for file in files}
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform_tag(files)}"

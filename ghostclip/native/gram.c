@@ -90,7 +90,8 @@ int NAME(gram)(const REAL *left, long left_example, long left_position, const RE
     const long strip = (positions + BLOCK) * COLUMNS, panels = (positions + COLUMNS - 1) / COLUMNS;
     const long wide = outputs > inputs ? outputs : inputs;
     const long most = positions * wide * (long)sizeof(REAL) > CACHE ? LESSER(PANELS, panels) : 1;
-    REAL *packed = aligned_alloc(BYTES, (DEPTH * COLUMNS + 2 * most * strip) * sizeof(REAL));
+    void *whole;
+    REAL *packed = aligned((DEPTH * COLUMNS + 2 * most * strip) * sizeof(REAL), &whole);
     if (!packed) return 1;
     REAL *lefts = packed + DEPTH * COLUMNS, *rights = lefts + most * strip;
     for (long example = first; example < last; example++) {
@@ -123,7 +124,7 @@ int NAME(gram)(const REAL *left, long left_example, long left_position, const RE
         squared[example] = 2 * twice + diagonal;
         scale[example] = diagonal;
     }
-    free(packed);
+    free(whole);
     return 0;
 }
 

@@ -123,11 +123,12 @@ int NAME(shifts)(const REAL *images, const REAL *gradients, REAL *squared, REAL 
     const struct NAME(line) along = {width, columns, column_taps, column_pad, column_step, column_stride};
     const long tall = height + 2 * row_pad, broad = width + 2 * column_pad, places = rows * columns;
     const long weights = inputs * row_taps * column_taps, group = ROWS(LANES);
-    REAL *packed = aligned_alloc(BYTES, (places + group) * COLUMNS * sizeof(REAL));
+    void *whole;
+    REAL *packed = aligned((places + group) * COLUMNS * sizeof(REAL), &whole);
     REAL *framed = calloc(inputs * tall * broad, sizeof(REAL));
     const REAL **taps = malloc((weights + group) * sizeof(REAL *));
     if (!packed || !framed || !taps) {
-        free(packed);
+        free(whole);
         free(framed);
         free(taps);
         return 1;
@@ -157,7 +158,7 @@ int NAME(shifts)(const REAL *images, const REAL *gradients, REAL *squared, REAL 
         }
         squared[example] = total;
     }
-    free(packed);
+    free(whole);
     free(framed);
     free(taps);
     return 0;

@@ -19,6 +19,13 @@
 #define LESSER(a, b) ((a) < (b) ? (a) : (b))
 #define INLINE static inline __attribute__((always_inline))
 
+/* Memory that starts at a whole vector, and in ``whole`` what is to be freed; null where there is none. Windows has no
+ * aligned_alloc. */
+INLINE void *aligned(size_t size, void **whole) {
+    char *start = *whole = malloc(size + BYTES);
+    return start ? start + (BYTES - (uintptr_t)start % BYTES) : NULL;
+}
+
 #else
 
 #define LANES ((long)(BYTES / sizeof(REAL)))
