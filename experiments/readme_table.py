@@ -2,12 +2,14 @@
 
     python experiments/readme_table.py
 
-Run it after `make bench`. On each page the block between the two markers is replaced; a test compares them.
+Run it after `make bench`. On each page the block between the two markers is replaced; a test compares them. Tables that
+are older than the last change of what a step runs are refused, since they say nothing of today's code.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +45,8 @@ COLUMNS = {
     "opacus-ghost": "Opacus, ghost clipping",
     "opacus-hooks": "Opacus, hooks",
 }
+# What a step runs.
+CORE = [f"ghostclip/{name}" for name in ("clipper", "clipping", "graph", "nn", "norms", "native/*.c", "native/*.h")]
 START = "<!-- tables written by experiments/readme_table.py from experiments/results, do not edit -->"
 END = "<!-- end of tables -->"
 
@@ -95,8 +99,19 @@ def with_table(text: str, tables: str) -> str:
 PAGES = {"README.md": short_table, "docs/speed.md": speed_tables}
 
 
+def changed_since(commit: str) -> list[str]:
+    """The commits after this one that changed what a step runs, "hash title" each."""
+    git = ["git", "-C", str(ROOT), "log", "--format=%h %s", f"{commit}..HEAD", "--", *CORE]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.splitlines()
+
+
 def main() -> int:
     """Rewrites both pages; returns the exit status."""
+    for name in SPEED:
+        if (RESULTS / name).exists() and (later := changed_since(read(name)["commit"])):
+            print(f"{name} is of {read(name)['commit']}, before {later[-1]!r} and {len(later) - 1} more commits that "
+                  "changed what a step runs; run make bench first", file=sys.stderr)  # fmt: skip
+            return 1
     for name, tables in PAGES.items():
         page = ROOT / name
         page.write_text(with_table(page.read_text(), tables()))

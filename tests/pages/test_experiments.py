@@ -28,6 +28,24 @@ def test_end_to_end_writes_a_row_for_each_setting(tmp_path, monkeypatch):
     assert "\n| mlp | 20 | " in (tmp_path / "end_to_end.md").read_text()
 
 
+def test_tables_that_are_older_than_what_a_step_runs_are_refused(tmp_path, monkeypatch, capsys):
+    module = script("readme_table")
+    page = tmp_path / "README.md"
+    page.write_text(f"{module.START}\n{module.END}")
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "PAGES", {"README.md": lambda: "a table"})
+    later = ["2222222 Sum twice", "1111111 Measure faster"]
+    monkeypatch.setattr(module, "changed_since", lambda commit: later)
+    assert module.main() == 1
+    said = capsys.readouterr().err
+    assert "before '1111111 Measure faster' and 1 more commits" in said
+    assert said.endswith("run make bench first\n")
+    assert "a table" not in page.read_text()
+    later.clear()
+    assert module.main() == 0
+    assert "a table" in page.read_text()
+
+
 def test_the_pages_tables_are_those_of_the_files_there(tmp_path):
     module = script("readme_table")
     (tmp_path / "bench.json").write_text((module.RESULTS / "bench.json").read_text())
