@@ -46,7 +46,8 @@ COLUMNS = {
     "opacus-hooks": "Opacus, hooks",
 }
 # What a step runs.
-CORE = [f"ghostclip/{name}" for name in ("clipper", "clipping", "graph", "nn", "norms", "native/*.c", "native/*.h")]
+FOLDERS = ("clipper", "clipping", "compiled", "graph", "nn", "norms", "native/*.c", "native/*.h")
+CORE = [f"ghostclip/{name}" for name in FOLDERS]
 START = "<!-- tables written by experiments/readme_table.py from experiments/results, do not edit -->"
 END = "<!-- end of tables -->"
 
