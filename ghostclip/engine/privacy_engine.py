@@ -276,7 +276,7 @@ class PrivacyEngine(OpacusNames):
                 "compile() and schedule don't go together: a graph is made for one threshold; leave one of them out"
             )
         self._steps.micro_batches.check_found()
-        self._steps.compile(self.batches().limit)
+        self._steps.compile(self.batches().largest_physical)
 
     def trace(self, path: str | os.PathLike[str] | None, every: int = 100) -> StepTrace | None:
         """Records every n-th step in a folder, for debugging; a ``path`` of None ends the trace.

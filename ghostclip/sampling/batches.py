@@ -149,6 +149,11 @@ class LogicalBatches:
         """About the most units in a logical batch, or in this rank's share of one."""
         return -(-self._largest // self._share[1])
 
+    @property
+    def largest_physical(self) -> int:
+        """About the most units in a physical batch."""
+        return self.largest if self.limit is None else min(self.limit, self.largest)
+
     def follow(self, scheme_at: Callable[[int], Scheme], largest: int, place: Callable[[], int]) -> None:
         """From the next loop on batches are drawn by a schedule.
 

@@ -105,6 +105,23 @@ def test_training_is_the_same_as_eager(policy, second_pass, physical):
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({}, 16 + 3 * 4),
+        ({"sampling": "without_replacement"}, 16),
+        ({"max_physical_batch_size": 9}, 9),
+        ({"examples": 18}, 18),
+    ],
+    ids=["Poisson", "one size", "pieces", "few examples"],
+)
+def test_a_graph_has_no_more_rows_than_batches_can_have(options, rows):
+    engine = compiled(engine_for(**options))
+    train(engine, 6)
+    assert {key[0] for key in record_of(engine)._plans} == {rows}
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_a_policy_that_may_use_all_norms_is_not_compiled():
     policy = Custom(lambda norms: 0.5 / (norms + 1), 0.5)
     engine = compiled(engine_for(clipping=policy))
