@@ -65,6 +65,21 @@ def _attended() -> nn.Module:
     return Wired(wiring, body=nn.Linear(5, 6), place=nn.Embedding(1, 6), head=nn.Linear(6, 2), **layers)
 
 
+def _prompted() -> nn.Module:
+    """A row of a table before each example's, and a recurrent cell whose first output alone is used."""
+
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        rows, state, found = m.body(x), None, []
+        prompt = m.place(torch.zeros(1, dtype=torch.int64))[None].repeat(len(x), 1, 1)
+        for row in torch.cat([prompt, rows[:, 1:]], 1).unbind(1):
+            state = m.cell(row, state)
+            found.append(state[0])
+        return m.head(torch.stack(found, 1))[:, 0]
+
+    cell = nn.LSTMCell(6, 6)
+    return Wired(wiring, body=nn.Linear(5, 6), place=nn.Embedding(3, 6), cell=cell, head=nn.Linear(6, 2))
+
+
 # name: (model, shape of an example)
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "matrix": (_bare(lambda m, x: torch.tanh(m.layer(x) @ m.p), p=(5, 8)), (5,)),
@@ -74,6 +89,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "positions [T] added": (_places(lambda h, place: h + place), (4, 5)),
     "positions [T] repeated": (_places(lambda h, place: h + place.repeat(len(h), 1, 1)), (4, 5)),
     "one position, then attention": (_attended, (1, 5)),
+    "a prompt, then a recurrent cell": (_prompted, (4, 5)),
     "positions as a parameter": (_bare(lambda m, x: m.layer(torch.sin(x + m.p)), p=(4, 5)), (4, 5)),
     "positions by index": (
         _bare(lambda m, x: torch.tanh(m.layer(x) + m.p[torch.arange(20) % 11].view(4, 5)), p=(11,)), (4, 5)),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.nodes import ACCUMULATE, Edge, inputs_of, shape_of
-from ghostclip.graph.operations import EXPANDING, word_of
+from ghostclip.graph.operations import EXPANDING, hides_constants, word_of
 from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
@@ -45,7 +45,7 @@ class Doubt(enum.Enum):
     ALL: all of them.
     IRREGULAR: those whose rows are in no order; and of those in order the ones of which no row is finite, unless they
     are given by a layer with an input in the graph.
-    NOTHING: none.
+    NOTHING: those whose rows are in no order, if none is finite.
     """
 
     ALL = enum.auto()
@@ -117,7 +117,7 @@ def shared_part(
     # What is made of parameters alone, as W.t() for F.linear(x, W), is no boundary even if each of its rows has one
     # owner (each unit is active for one example): the node W.t() may be a layer's own, too, and its gradient then has
     # what the layer's rule gives already.
-    weights = {node for node in uses.made_of_parameters if word_of(node) not in EXPANDING}
+    made = {node for node in uses.made_of_parameters if word_of(node) not in EXPANDING}
     met: dict[Any, None] = {}
     stack = list(shared)
     while stack:
@@ -131,7 +131,8 @@ def shared_part(
             if isinstance(call, LayerCall) and call in owned and (owned[call].zero or owned[call].open):
                 tables[node] = call
             of_one = all(each.is_of_one for each in doubted) and reads_examples(node, shared)
-            if node in tables or not subjects or node in weights or (doubted and not of_one):
+            unread = any(owned[each].unread for each in subjects) and _adds_nothing(node, shared)
+            if node in tables or not subjects or node in made or unread or (doubted and not of_one):
                 met.pop(node, None)
                 shared[node] = None
                 stack.append(node)
@@ -170,10 +171,18 @@ def reads_examples(node: Any, shared: Container[Any]) -> bool:
     return any(below is not None and below not in shared for below, _ in inputs_of(node))
 
 
+def _adds_nothing(node: Any, shared: Container[Any]) -> bool:
+    """Whether an operation was given only what all examples share, and expands it to no number of examples."""
+    alone = all(below in shared for below, _ in node.next_functions)
+    return alone and not hides_constants(node) and word_of(node) not in EXPANDING
+
+
 def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
     """Whether several examples have a part in its rows, or may have (`Owned.open`) and ``doubt`` says so."""
-    if found.is_shared or doubt is Doubt.NOTHING or found.zero or not found.open:
+    if found.is_shared or found.zero or not found.open:
         return found.is_shared
+    if doubt is Doubt.NOTHING:
+        return found.unread and not found.is_regular
     given = isinstance(subject, LayerCall) and bool(subject.sources)
     if doubt is Doubt.IRREGULAR and found.is_regular and (given or not found.unread):
         return False
