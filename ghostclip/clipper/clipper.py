@@ -288,6 +288,8 @@ class GhostClipper(RefusesNames):
         def clip(add: Add) -> ClippingResult:
             found, sums = self.clip_compiled(loss_fn, batch)
             self._guard.check(trained)  # the loss function ran meanwhile
+            self._guard.note_rounding(trained, 0 if found.losses is None else len(found.losses))
+            found = replace(found, sensitivity=self.sensitivity)
             for owner, total in sums:
                 add((owner, None), total)
             return found
