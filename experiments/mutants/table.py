@@ -2447,6 +2447,27 @@ EXACT = ("tests/laws/test_law_of_norms.py", "-k")
 MOVED_ROWS = ("tests/clipper/test_moved_rows.py", "-k")
 BY_MARKS = [
     Mutant(
+        "a table of which no row is finite is nobody's",
+        SEARCH,
+        "        return found.unread and not found.is_regular\n",
+        "        return False\n",
+        ("tests/clipper/test_nonfinite_shared.py", "-k", "prompt"),
+    ),
+    Mutant(
+        "examples meet a table below where it is repeated",
+        SEARCH,
+        "            unread = any(owned[each].unread for each in subjects) and _adds_nothing(node, shared)\n",
+        "            unread = False\n",
+        ("tests/clipper/test_nonfinite_shared.py", "-k", "prompt"),
+    ),
+    Mutant(
+        "rounding to narrow gradients isn't counted where a clipper compiles",
+        "ghostclip/clipper/clipper.py",
+        "            self._guard.note_rounding(trained, 0 if found.losses is None else len(found.losses))\n",
+        "",
+        ("tests/clipper/test_compiled.py", "-k", "narrow"),
+    ),
+    Mutant(
         "backwards from marks don't come to parameters beside data",
         "ghostclip/graph/reader.py",
         "                ends |= dict.fromkeys(own)\n",
@@ -2786,7 +2807,7 @@ BY_MARKS = [
     Mutant(
         "one example may not hide others in a row",
         SEARCH,
-        "    if found.is_shared or doubt is Doubt.NOTHING or found.zero or not found.open:\n",
+        "    if found.is_shared or found.zero or not found.open:\n",
         "    if True:\n",
         ("tests/clipper/test_nonfinite_shared.py", "-k", "overflow_in_float32"),
     ),
