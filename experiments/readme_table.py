@@ -1,13 +1,15 @@
 """Writes the tables of the committed benchmarks: the short one into README.md, all others into docs/speed.md.
 
-    python experiments/readme_table.py
+    python experiments/readme_table.py [--older]
 
 Run it after `make bench`. On each page the block between the two markers is replaced; a test compares them. Tables that
-are older than the last change of what a step runs are refused, since they say nothing of today's code.
+are older than the last change of what a step runs are refused, since they may say nothing of today's code; --older
+takes them. Each table names its commit.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -106,9 +108,12 @@ def changed_since(commit: str) -> list[str]:
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.splitlines()
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Rewrites both pages; returns the exit status."""
-    for name in SPEED:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--older", action="store_true", help="take tables that are older than the code of a step")
+    older = parser.parse_args(arguments).older
+    for name in SPEED if not older else ():
         if (RESULTS / name).exists() and (later := changed_since(read(name)["commit"])):
             print(f"{name} is of {read(name)['commit']}, before {later[-1]!r} and {len(later) - 1} more commits that "
                   "changed what a step runs; run make bench first", file=sys.stderr)  # fmt: skip

@@ -36,13 +36,13 @@ def test_tables_that_are_older_than_what_a_step_runs_are_refused(tmp_path, monke
     monkeypatch.setattr(module, "PAGES", {"README.md": lambda: "a table"})
     later = ["2222222 Sum twice", "1111111 Measure faster"]
     monkeypatch.setattr(module, "changed_since", lambda commit: later)
-    assert module.main() == 1
+    assert module.main([]) == 1
     said = capsys.readouterr().err
     assert "before '1111111 Measure faster' and 1 more commits" in said
     assert said.endswith("run make bench first\n")
     assert "a table" not in page.read_text()
     later.clear()
-    assert module.main() == 0
+    assert module.main([]) == 0
     assert "a table" in page.read_text()
 
 
