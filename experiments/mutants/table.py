@@ -2498,7 +2498,7 @@ BY_MARKS = [
     Mutant(
         "what is shared is never looked for again",
         STORED,
-        " and not structure.is_anew:\n",
+        " and not structure.is_scheduled:\n",
         ":\n",
         ("tests/clipper/test_measured_in_part.py",),
     ),

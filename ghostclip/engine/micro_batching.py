@@ -48,7 +48,7 @@ class Piece(AbstractContextManager[None]):
         users: whose rows they are; None where each row is a unit of its own.
         batch_index: for ragged examples: the example of each row, as `GhostClipper.backward` takes it.
         more: whether another piece of the same physical batch follows.
-        again: whether it is tried once more.
+        again: whether this is the second try, after its rows had moved.
         out_of_memory: what torch said; None where memory didn't run out.
         rows_moved: whether its rows didn't lie as those of earlier batches, which another forward may show.
     """

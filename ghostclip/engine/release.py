@@ -165,7 +165,7 @@ class Release:
         self._ended = None
 
     def discard(self) -> None:
-        """What was gathered is dropped."""
+        """Drops the sums and counts that were gathered; charges nothing."""
         self.sums.discard()
         self._readable.begin()
         if self._adaptation is not None:

@@ -108,8 +108,8 @@ class _Structure:
     largest_norm: float = 0.0
 
     @property
-    def is_anew(self) -> bool:
-        """Whether this is a batch in which stored layouts are measured again whatever it holds."""
+    def is_scheduled(self) -> bool:
+        """Whether the schedule has this batch measured: the 1st, 2nd, 4th and so on, and every 128th."""
         every = EVERY_HALF if self.layout is not None and self.layout.half else EVERY
         return self.batches & (self.batches - 1) == 0 or self.batches % every == 0
 
@@ -212,7 +212,7 @@ def _is_due(structure: _Structure, known: _Layout, uses: Uses, examples: int) ->
         return bool(known.movements.indexed)
     return (
         examples >= 2 * known.largest
-        or structure.is_anew
+        or structure.is_scheduled
         or uses.hooked
         or not known.fits(uses, examples)
         or known.movements.moved(uses, examples)
@@ -228,7 +228,7 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
     try:
         # What all examples share is looked for again in the 1st, 2nd, 4th batch and so on, and with a stored layout.
         open_ = structure.layout is None and (structure.unsettled or not may_store)
-        if open_ and structure.shared is not None and not structure.is_anew:
+        if open_ and structure.shared is not None and not structure.is_scheduled:
             found = measuring.in_part(batch, structure.shared, hold)
         if found is None:
             found = measuring.whole(batch, every_tensor=may_store, hold=hold)

@@ -46,7 +46,7 @@ class Batch:
 
     Attributes:
         losses, uses, names: what `read_graph` was given and found.
-        forward: finds what runs the forward again on other examples; None where nothing can.
+        forward: returns what runs the forward again on other examples, or None where nothing can.
         indices: whose the rows are that somebody says.
         keep_resident: called with Parameters whose values are needed after a backward, too.
     """

@@ -127,7 +127,7 @@ def _from_nearer_end(place: int | None, size: int) -> int | None:
 
 
 def _strided(node: Any) -> Any:
-    """Of all entries in their order, what a view says; else sizes, strides and offset, and the shape they are used on.
+    """What `_ones` says if all entries stay in their order; else sizes, strides, offset and the shape of the input.
 
     ``h.view(B, heads, T, d).transpose(1, 2).mul_(2)`` has such a node. Its first dimension divides the input into equal
     parts, so that B is left out, and of the input's first dimension there is how much of it goes to each part.

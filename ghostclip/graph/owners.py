@@ -16,8 +16,8 @@ come out multiplied with any one power of two. Three examples, and a layer that 
 
 So two backwards, a plain one and a marked one, show for every row whether it belongs to the example that it should
 belong to if the rows are in order. More examples than marks take a marked one for each digit of their numbers; float16
-and gradients of very unequal sizes take one more. Where it doesn't, the marks that it came out with show whose it is,
-and one more backward under other marks confirms it: the mean of two rows with marks 2 ** -1 and 2 ** -20 comes out with
+and gradients of very unequal sizes take one more. A row that belongs elsewhere shows by its marks whose it is, and one
+more backward under other marks confirms it: the mean of two rows with marks 2 ** -1 and 2 ** -20 comes out with
 about 2 ** -2, which may be a third example's mark, but hardly is under other marks.
 """
 
@@ -79,7 +79,7 @@ class Owned:
 
     Attributes:
         rows: how its rows belong to the examples; None where rows of every dimension belong to several.
-        examples: of how many examples rows were shown.
+        examples: how many examples own a row that could be read (one that isn't zero, tiny or infinite).
         zero: all of its gradient is zero, so that nothing was shown.
         loose: some row fits to within `Marks.tolerance` only, so that small examples may have a part in it.
         unclear: the rows fit another order or dimension as well, as where only a diagonal isn't zero.

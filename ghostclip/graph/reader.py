@@ -183,9 +183,9 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
 
 @functools.cache
 def _word_for(kind: type) -> Any:
-    """The type of torch's own nodes of which nothing has to be known but where they lead; None for others.
+    """The word in the hash for a node of torch's own: its type. None where `read_graph` must look at the node.
 
-    Which of two that do the same it is may depend on whether the forward is compiled.
+    Both types of reshapes are "view": which of them a forward has depends on whether it is compiled.
     """
     if kind.__module__ != "builtins" or kind is ACCUMULATE or kind.__name__ in BATCH_STATISTICS | HIDING.keys():
         return None
@@ -220,12 +220,13 @@ def first_pass(
     """A backward from ``losses`` [B] to the pre-activations and no further; ``sink`` is told of each as it arrives.
 
     Args:
-        losses, calls: as given to and found by `read_graph`, uses of parameters outside of layers last.
+        losses: [B].
+        calls: uses of layers, as `RowLayout.calls` has them: uses of parameters outside of layers last.
         sink: called with (call, inputs, gradient at the pre-activation).
         seed: gradient of the losses, [B]; None for ones.
         retain_graph: as torch's.
-        wanted: the calls whose gradients the sink needs: the pass ends at the lowest of them, and the graph is kept.
-            None for all.
+        wanted: the calls whose gradients the sink needs: the pass ends at the lowest of them, so that ``retain_graph``
+            must be true. None for all.
         edges: leaves, or tensors of the graph.
 
     Returns:

@@ -28,8 +28,8 @@ class RowLayout:
 
     Attributes:
         calls: every use of a parameter.
-        folded: {id(call): (rows of each example, their order)} of calls that have other than one row of each example,
-            in the order of the losses; with an index, the first number means nothing.
+        folded: {id(call): (rows of each example, their order)} of calls that don't have one row of each example in the
+            order of the losses. Where the order is an index, the number means nothing.
         rows: of every layer's use, and of the tensors at which parameters used outside of layers meet the examples.
         stored: whether the next batch like this one is taken to be laid out alike.
         measured: whether this one was measured.

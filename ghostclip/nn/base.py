@@ -54,13 +54,13 @@ LAYERS: dict[type, type[GhostLayer]] = {}
 
 # What computed a tensor; None for leaves.
 GRAD_FN = operator.attrgetter("grad_fn")
-# A trained parameter by its id, or the (start, stop) of its first axis: what one term is about.
+# What one term is about: the id of a trained parameter, and the (start, stop) of its rows or None for all of it.
 Part = tuple[int, tuple[int, int] | None]
 Sink = Callable[["LayerCall", tuple[Tensor, ...], Tensor], None]
 
 
 def NOTHING(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-    """The sink of a pass that only lets go of the graph: no gradient goes on from a layer."""
+    """A sink that ignores every gradient: the pass only frees the graph."""
 
 
 class LayerCall:

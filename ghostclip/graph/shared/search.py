@@ -40,12 +40,12 @@ __all__ = [
 
 
 class Doubt(enum.Enum):
-    """Which tensors whose rows may have several owners (`Owned.open`) are taken for shared.
+    """Which of the doubtful tensors, whose rows may have several owners (`Owned.open`), count as shared.
 
-    ALL: all of them.
-    IRREGULAR: those whose rows are in no order; and of those in order the ones of which no row is finite, unless they
-    are given by a layer with an input in the graph.
-    NOTHING: those whose rows are in no order, if none is finite.
+    ALL: all.
+    IRREGULAR: those whose rows are in no order; and those in order of which no row can be read (`Owned.unread`), unless
+    a layer with an input in the graph gave them.
+    NOTHING: those whose rows are in no order, if none can be read.
     """
 
     ALL = enum.auto()
