@@ -59,7 +59,7 @@ def without_compiler(home: Path) -> dict[str, str]:
 
 def tested(python: str, folder: Path) -> str:
     """pytest's last line about the wheel; raises CalledProcessError where a test fails."""
-    for name in ("tests", "experiments", "pyproject.toml"):
+    for name in ("tests", "experiments", "docs", "README.md", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
     command = [python, "-m", "pytest", "-m", "not slow", "--numprocesses", "2", *TESTS]

@@ -2449,9 +2449,16 @@ BY_MARKS = [
     Mutant(
         "a table of which no row is finite is nobody's",
         SEARCH,
-        "        return found.unread and not found.is_regular\n",
-        "        return False\n",
+        " and (found.loose or (found.unread and _is_table(subject)))\n",
+        " and found.loose\n",
         ("tests/clipper/test_nonfinite_shared.py", "-k", "prompt"),
+    ),
+    Mutant(
+        "rows in no order that fit loosely are one example's",
+        SEARCH,
+        " and (found.loose or (found.unread and _is_table(subject)))\n",
+        " and (found.unread and _is_table(subject))\n",
+        ("tests/clipper/test_ownership.py", "-k", "loosely"),
     ),
     Mutant(
         "examples meet a table below where it is repeated",

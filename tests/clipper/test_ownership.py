@@ -7,6 +7,8 @@ from torch.autograd.graph import get_gradient_edge
 from ghostclip.graph import alarm
 from ghostclip.graph.marks import Marks, compared, numbers
 from ghostclip.graph.owners import Owned, Rows, owners
+from ghostclip.graph.shared.search import Doubt, may_be_shared
+from ghostclip.norms.ragged import RowIndex
 
 MARKS = Marks()
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -205,3 +207,15 @@ def test_a_diagonal_fits_both_dimensions():
 
 def test_a_tensor_that_no_gradient_reaches_is_zero():
     assert owners_of(lambda h: 0.0 * h, 4).zero
+
+
+# What counts as shared ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("loose", "shared"), [(True, True), (False, False)])
+def test_rows_in_no_order_that_fit_loosely_are_never_taken_for_one_examples(loose, shared):
+    """Along the positions, rows of two examples fit the marks of the larger one: beside an input of 1e15 that moved the
+    sum by 1.7 of the bound."""
+    edge = (torch.zeros(2, 6, 4).requires_grad_().mul(2).grad_fn, 0)
+    found = Owned(Rows(1, RowIndex(torch.zeros(6, dtype=torch.int64), 2)), examples=1, loose=loose)
+    assert may_be_shared(edge, found, Doubt.NOTHING) == shared

@@ -45,7 +45,8 @@ class Doubt(enum.Enum):
     ALL: all.
     IRREGULAR: those whose rows are in no order; and those in order of which no row can be read (`Owned.unread`), unless
     a layer with an input in the graph gave them.
-    NOTHING: those whose rows are in no order, if none can be read.
+    NOTHING: those whose rows are in no order, if these fit only loosely (small examples may have a part in them); and
+    what a layer gave without an input in the graph, if none of its rows can be read.
     """
 
     ALL = enum.auto()
@@ -171,6 +172,11 @@ def reads_examples(node: Any, shared: Container[Any]) -> bool:
     return any(below is not None and below not in shared for below, _ in inputs_of(node))
 
 
+def _is_table(subject: Subject) -> bool:
+    """Whether it is a layer's use without an input in the graph."""
+    return isinstance(subject, LayerCall) and not subject.sources
+
+
 def _adds_nothing(node: Any, shared: Container[Any]) -> bool:
     """Whether an operation was given only what all examples share, and expands it to no number of examples."""
     alone = all(below in shared for below, _ in node.next_functions)
@@ -182,7 +188,7 @@ def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
     if found.is_shared or found.zero or not found.open:
         return found.is_shared
     if doubt is Doubt.NOTHING:
-        return found.unread and not found.is_regular
+        return not found.is_regular and (found.loose or (found.unread and _is_table(subject)))
     given = isinstance(subject, LayerCall) and bool(subject.sources)
     if doubt is Doubt.IRREGULAR and found.is_regular and (given or not found.unread):
         return False
