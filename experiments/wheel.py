@@ -32,7 +32,7 @@ FOR_TESTS = ("pytest", "pytest-xdist", "hypothesis", "safetensors", "pyarrow", "
 WORKLOADS = ("rnn", "lstm", "embedding", "transformer", "gpt-128", "mlp")
 # {way: what else its process has in the environment}
 WAYS = {"compiled here": {}, "wheel": {}, "none": {"GHOSTCLIP_COMPILE": "0"}}
-WARM_UP = 30
+WARM_UP = 20
 
 
 def built(folder: Path) -> Path:
@@ -59,12 +59,12 @@ def without_compiler(home: Path) -> dict[str, str]:
 
 def tested(python: str, folder: Path) -> str:
     """pytest's last line about the wheel; raises CalledProcessError where a test fails."""
-    for name in ("tests", "experiments", "docs", "README.md", "pyproject.toml"):
+    for name in ("tests", "experiments", "docs", "CONTRIBUTING.md", "README.md", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
     command = [python, "-m", "pytest", "-m", "not slow", "--numprocesses", "2", *TESTS]
     ran = subprocess.run(command, cwd=folder, env=without_compiler(folder / "home"), text=True, stdout=subprocess.PIPE)
-    print(ran.stdout[-3000:], flush=True)
+    print("\n".join(line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), flush=True)
     ran.check_returncode()
     return ran.stdout.strip().splitlines()[-1]
 
