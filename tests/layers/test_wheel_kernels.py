@@ -1,6 +1,5 @@
 """Kernels that a wheel brings: for which processors, which of them is loaded, and what is said of them."""
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -82,7 +81,6 @@ def test_what_is_said_without_kernels(installed: Path, monkeypatch: pytest.Monke
     assert build.library("normal") is None
 
 
-@pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="takes hatchling")
 @pytest.mark.slow
 def test_the_wheel_has_them_and_names_its_platform(tmp_path: Path, compiler: str) -> None:
     subprocess.run(
