@@ -23,7 +23,9 @@ FEW = ("normal", "share")
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, and the few files alone to compile."""
-    if build.library("normal") is None:
+    try:
+        targets.find_compiler()
+    except FileNotFoundError:
         pytest.skip("no C compiler here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "library", build.library.__wrapped__)

@@ -134,6 +134,7 @@ def test_without_a_compiler_tensor_operations_do_it(missing, monkeypatch, tmp_pa
         monkeypatch.setattr(module, "library", build.library.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if missing == "compiler":
+        monkeypatch.setattr(build, "FOLDER", "nowhere")  # nor with the wheel's kernels
         monkeypatch.setenv("PATH", "/nowhere")
         monkeypatch.delenv("CC", raising=False)
     else:
