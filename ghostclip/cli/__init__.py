@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 
 # {command: (the module that has its add_<command> and run_<command>, what it does)}. Importing a module takes torch and
-# a second, so ``--help`` and a mistyped command import none.
+# a second, so ``--help``, ``--version`` and a mistyped command import none.
 COMMANDS = {
     "train": ("train", "train one of the paper's models privately, and tell what it spent"),
     "epsilon": ("spending", "privacy spent by a setting"),
@@ -86,7 +86,7 @@ class _Version(argparse.Action):
     """Prints the version, and which kernels run here and from where."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from ghostclip.native import kernels  # which takes torch
+        from ghostclip.native import kernels
 
         print(f"ghostclip {ghostclip.__version__}\nC kernels: {kernels()}")
         parser.exit()

@@ -72,8 +72,6 @@ class Steps:
     def __init__(self, settings: Settings, model: nn.Module, data: TensorDataset) -> None:
         self._settings, self._model, self._data = settings, model, data
         self._optimizer = OPTIMIZERS[settings.optimizer](model.parameters(), settings.learning_rate)
-        # Where the random numbers of noise come from.
-        self.generator = "" if settings.noise is None else noise_source(settings.noise).generator_for(model)
 
     def __iter__(self) -> Iterator[Tensor]:
         raise NotImplementedError
@@ -81,6 +79,11 @@ class Steps:
     def epsilon(self, accountant: str) -> float:
         """What the steps taken so far spent; inf where nothing bounds it."""
         return math.inf
+
+    @property
+    def generator(self) -> str:
+        """Where the random numbers of noise come from, in words."""
+        return noise_source(self._settings.noise or "standard").generator_for(self._model)
 
     @property
     def limit(self) -> int | None:

@@ -25,8 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from ghostclip.native.notices import slow_work
 from ghostclip.native.targets import BETTER, FLAGS, FOLDER, KERNELS, file_of, find_compiler
 
@@ -86,14 +84,15 @@ def seconds_compiling() -> float:
 
 
 def _file_in(folder: Path) -> Path:
+    import torch  # a second, which ``--version`` takes for wheels alone
+
     return folder / file_of(torch.backends.cpu.get_cpu_capability())
 
 
 @functools.cache
 def _in_wheel(folder: Path) -> ctypes.CDLL | None:
     """All kernels, compiled for processors like this one, where the wheel brought them."""
-    file = _file_in(folder)
-    if not file.exists():
+    if not folder.exists() or not (file := _file_in(folder)).exists():
         return None
     try:
         return ctypes.CDLL(str(file))

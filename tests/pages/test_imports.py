@@ -137,7 +137,7 @@ atexit.register(show)
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], [], ["trian"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], [], ["trian"]], ids=" ".join)
 def test_the_front_of_the_command_line_takes_no_torch(arguments, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(ENDING)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT.parent)])}

@@ -19,6 +19,7 @@ from ghostclip.engine import PrivacyEngine, budget
 from ghostclip.errors import BudgetExceededError, LedgerError, PrivacyError
 from ghostclip.events import FixedSizeGaussian, SampledGaussian
 from ghostclip.ledger import Account, Ledger
+from ghostclip.noise.gaussian import Aes, ChaCha
 
 PRIVATE = {"noise_multiplier": 1.0, "clipping": 0.5, "target_delta": 1e-3}
 EVENT = SampledGaussian(1 / 3, 1.0)
@@ -104,6 +105,8 @@ def test_the_ledger_knows_the_run_s_settings(path: Path) -> None:
     stepped(engine_for(path, noise="test", seed=3), 1).detach()
     (charge,) = Ledger(path).contents.charges.values()
     assert (charge.noise, charge.event.noise_multiplier, charge.event.sample_rate) == ("test", 0.0, 1 / 3)
+    made_by = [f"{stream.generator}, seeded (noise='test' counts as none)" for stream in (ChaCha, Aes)]
+    assert charge.generator in made_by
     assert engine_for(path).epsilon() == math.inf
 
 
