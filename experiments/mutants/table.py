@@ -1081,6 +1081,7 @@ MIXED = [
 
 EXCHANGED = ("tests/layers/test_replaced_layers.py",)
 KEYS = ("tests/clipper/test_compiled_keys.py",)
+BRANCHES = ("tests/clipper/test_compiled_branches.py", "-m", "not slow")
 IN_GRAPHS = ("tests/clipper/test_compiled_rounding.py", "-m", "not slow")
 COMPILED = [
     Mutant(
@@ -1135,16 +1136,51 @@ COMPILED = [
     Mutant(
         "compiling leaves its forwards in buffers",
         "ghostclip/compiled/clip.py",
-        "with without_trace(self.model):",
-        "with torch.enable_grad():",
+        "with without_trace(self.model), as_compiled(), ",
+        "with torch.enable_grad(), as_compiled(), ",
         KEYS,
     ),
     Mutant(
-        "compiling a whole step leaves its forwards in buffers",
+        "forwards that are compiled branch on values",
+        "ghostclip/native/custom_ops.py",
+        "    torch.compiler._is_compiling_flag = True\n",
+        "",
+        BRANCHES,
+    ),
+    Mutant(
+        "who compiles cannot run a forward on other examples",
         "ghostclip/compiled/clip.py",
-        "            with without_trace(self.model):\n",
-        "            with torch.enable_grad():\n",
-        KEYS,
+        ", as_compiled(), self.passes.running(forward):",
+        ", as_compiled():",
+        BRANCHES,
+    ),
+    Mutant(
+        "a graph is tried with the batch's own mask alone",
+        "ghostclip/compiled/clip.py",
+        "        if first:\n",
+        "        if False:\n",
+        BRANCHES,
+    ),
+    Mutant(
+        "an index that is computed from the batch is a constant of a graph",
+        "ghostclip/native/custom_ops.py",
+        'if node.op == "placeholder" or ',
+        "if ",
+        BRANCHES,
+    ),
+    Mutant(
+        "a random index is a constant of a graph",
+        "ghostclip/native/custom_ops.py",
+        ' or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())',
+        "",
+        BRANCHES,
+    ),
+    Mutant(
+        "a graph has views where inductor lays memory out otherwise",
+        "ghostclip/compiled/region.py",
+        "            node.target = torch.ops.aten.reshape.default\n",
+        "            pass\n",
+        (BRANCHES[0], "-k", "transformers and gpt2", "-m", "slow"),
     ),
     Mutant(
         "a forward that is tried leaves attributes behind",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ghostclip.clipper.cutting import leaves_of
+from ghostclip.clipper.forwards import forward_of
 from ghostclip.clipper.gradient_guard import with_hook
 from ghostclip.clipper.random_states import drawing_from, random_states
 from ghostclip.clipper.second_pass import TwoPasses
@@ -20,7 +22,9 @@ from ghostclip.clipper.trial import without_trace
 from ghostclip.compiled.region import Region, trace
 from ghostclip.compiled.signature import CompileRequest, ModelState, capacity_for, function_key, pad, settings_of
 from ghostclip.compiled.trace_friendly import Clipped, learn, trace_friendly
-from ghostclip.compiled.trial import TRIALS, Trial, difference, timed
+from ghostclip.compiled.trial import TRIALS, Trial, difference, timed, with_other_masks
+from ghostclip.errors import RowsMovedError
+from ghostclip.native.custom_ops import as_compiled
 from ghostclip.native.notices import slow_work
 from ghostclip.norms.precision import is_narrow
 
@@ -144,8 +148,14 @@ class CompiledClip:
 
     def eager(self, loss_fn: LossFunction, batch: Any) -> Clipped:
         """The same without compiling: what a graph is held against."""
-        losses = loss_fn(self.model, batch)
-        sums = self.passes.new_sums()
+        with self.passes.running(forward_of(self.model, loss_fn, batch)):
+            try:
+                return self._eager(loss_fn, batch)
+            except RowsMovedError:
+                return self._eager(loss_fn, batch)
+
+    def _eager(self, loss_fn: LossFunction, batch: Any) -> Clipped:
+        losses, sums = loss_fn(self.model, batch), self.passes.new_sums()
         norms, weights = self.passes.clip(losses, sums.add, retain_graph=False)
         totals = [sums.totals.get(id(parameter)) for _, parameter in self.passes.index.trained()]
         return Clipped(losses.detach(), norms, weights, totals)
@@ -222,7 +232,9 @@ class CompiledClip:
         """
         plan = GraphPlan()
         try:
-            with without_trace(self.model):
+            padded = tree_unflatten(asked.leaves, asked.structure)
+            forward = forward_of(self.model, loss_fn, padded)
+            with without_trace(self.model), as_compiled(), self.passes.running(forward):
                 if (reason := self.obstacle(loss_fn, asked)) is None:
                     plan = self._graph(loss_fn, asked)
         except Exception as error:  # whatever the compiler stumbles over, the eager step is there
@@ -255,6 +267,24 @@ class CompiledClip:
 
     def _try(self, plan: GraphPlan, loss_fn: LossFunction, batch: Any, asked: CompileRequest) -> Clipped:
         """Both ways on one batch from the same random numbers: compares their results, and their times."""
+        first = plan.trial.left == TRIALS
+        expected, reason = self._compare(plan, loss_fn, batch, asked)
+        if first:
+            # A mask that nobody made may be one that the model can't take; the batch's own was compared.
+            with without_trace(self.model), suppress(Exception):
+                for leaves in with_other_masks(asked.leaves):
+                    other = replace(asked, leaves=leaves, examples=len(leaves[0]))
+                    masked = tree_unflatten(leaves, asked.structure)
+                    reason = reason or self._compare(plan, loss_fn, masked, other, counts=False)[1]
+        if reason is not None:
+            plan.region = None
+            self.refuse(reason)
+        return expected
+
+    def _compare(
+        self, plan: GraphPlan, loss_fn: LossFunction, batch: Any, asked: CompileRequest, counts: bool = True
+    ) -> tuple[Clipped, str | None]:
+        """What the eager passes give, and why the graph is refused; ``counts``: among the batches of its trial."""
         states, reason = random_states(), None
         try:
             with torch.no_grad(), drawing_from(states):
@@ -265,11 +295,8 @@ class CompiledClip:
         # Padding shifts which random number is whose, so that only whole batches of a random model can be compared.
         comparable = found is not None and (asked.examples == asked.key[0] or random_states() == states)
         error = difference(found.sums, expected.sums) if found is not None and comparable else 0.0
-        reason = reason or plan.trial.note(compiled, taken, error, expected.losses.dtype)
-        if reason is not None:
-            plan.region = None
-            self.refuse(reason)
-        return expected
+        trial = plan.trial if counts else Trial()
+        return expected, reason or trial.note(compiled, taken, error, expected.losses.dtype)
 
 
 def _in_a_line(error: Exception) -> str:

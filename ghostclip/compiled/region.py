@@ -98,6 +98,10 @@ def trace(step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], oth
     )
     if changing:
         raise UnsupportedModelError("it computes with tensors in a way that torch's dispatcher doesn't see")
+    for node in graph.graph.nodes:
+        # Inductor's memory formats are its own: where it was a view here, it may take a copy there.
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter as clock
 from typing import TypeVar
@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["TRIALS", "Trial", "difference", "timed"]
+__all__ = ["TRIALS", "Trial", "difference", "timed", "with_other_masks"]
 
 T = TypeVar("T")
 # Batches on which both ways run before the faster one is taken.
@@ -57,6 +57,31 @@ class Trial:
         if self.left == 0 and self.compiled > self.eager:
             return f"eager is faster ({1e3 * self.eager:.3g} ms, compiled {1e3 * self.compiled:.3g})"
         return None
+
+
+def with_other_masks(leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """A batch without padding, and one in which all rows but the first are padded: what compiled code does with a mask.
+
+    Masks are tensors [B, T, ...] of nothing but 0 and 1 (integers or bool); nothing is yielded where there is none.
+
+    Args:
+        leaves: of the batch.
+    """
+    masks = [_is_mask(leaf) for leaf in leaves]
+    if any(masks):
+        yield [torch.ones_like(leaf) if mask else leaf for leaf, mask in zip(leaves, masks, strict=True)]
+        yield [_ending_early(leaf) if mask else leaf for leaf, mask in zip(leaves, masks, strict=True)]
+
+
+def _is_mask(leaf: Tensor) -> bool:
+    return leaf.dim() > 1 and not leaf.is_floating_point() and bool(((leaf == 0) | (leaf == 1)).all())
+
+
+def _ending_early(mask: Tensor) -> Tensor:
+    """The second half of each row but the first is zero."""
+    found = torch.ones_like(mask)
+    found[1:, (mask.shape[1] + 1) // 2 :] = 0
+    return found
 
 
 @torch.no_grad()

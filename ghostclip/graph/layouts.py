@@ -208,8 +208,8 @@ class Layouts:
 
 def _is_due(structure: _Structure, known: _Layout, uses: Uses, examples: int) -> bool:
     """Whether a batch of a known structure is measured again."""
-    if is_traced():  # a trace can't look at an index; all its batches have one size
-        return bool(known.movements.indexed)
+    if is_traced():  # all its batches have one size
+        return known.movements.moved(uses, examples)
     return (
         examples >= 2 * known.largest
         or structure.is_scheduled

@@ -18,6 +18,7 @@ from ghostclip.graph import operations as op
 from ghostclip.graph.nodes import ACCUMULATE, Edge, saved_dimensions, shape_of
 from ghostclip.graph.owners import Owned, Rows
 from ghostclip.graph.reader import Uses
+from ghostclip.native.custom_ops import constant, is_traced
 from ghostclip.nn.base import LayerCall
 
 __all__ = ["Movements", "movements"]
@@ -192,7 +193,7 @@ def _copies_in_place(node: Any, dim: int | None) -> bool:
         dim: of the output, the dimension that has the examples.
     """
     sources = [slot for slot, (below, _) in enumerate(node.next_functions) if slot and below is not None]
-    if not sources or dim is None:  # what is done to a part in place isn't known
+    if not sources or dim is None or is_traced():  # what is done to a part in place isn't known
         return False
     shape, output = _shape((node, 0)), node._input_metadata[0]
     numbers = torch.arange(shape[dim], dtype=output.dtype, device=output.device)
@@ -219,12 +220,14 @@ def _indexed_dimensions(indices: tuple[Tensor | None, ...], shape: torch.Size) -
     return {dim for dim, index in given if index.dim() != most or not _is_in_order(index, shape[dim])}
 
 
-def _scattered_dimensions(mask: Tensor, source: Edge) -> set[int]:
+def _scattered_dimensions(mask: Tensor, source: Edge) -> Collection[int]:
     """Along which dimensions entries may come from other places than their own.
 
     Entries are taken one after another; where as many go to each row along the first dimension, and none are left over,
     rows stay in place.
     """
+    if is_traced():
+        return range(mask.dim())
     counts = mask.flatten(1).sum(1) if mask.dim() > 1 else mask.long()
     whole = source[0] is None or _shape(source).numel() == int(counts.sum())
     rows_stay = whole and bool((counts == counts[:1]).all())
@@ -239,4 +242,6 @@ def _is_in_order(index: Tensor, size: int) -> bool:
     """
     if index.dtype != torch.int64 or index.dim() == 0 or not index.numel() == index.shape[0] == size:
         return False
+    if is_traced():
+        return constant(index.flatten()) == list(range(size))
     return torch.equal(index.flatten(), torch.arange(size, device=index.device))

@@ -2,24 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch.library import CustomOpDef
 
-__all__ = ["Traceable", "custom_op", "is_traced", "traceable"]
+__all__ = ["Traceable", "as_compiled", "constant", "custom_op", "is_traced", "traceable"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+# How many `as_compiled` there are at present.
+_as_compiled = [0]
 
 
 def is_traced() -> bool:
     """Whether operations are being written down as a graph, where no value is known."""
-    return _dispatch_mode(_PROXY) is not None or torch.compiler.is_compiling()
+    return _dispatch_mode(_PROXY) is not None or (torch.compiler.is_compiling() and not _as_compiled[0])
+
+
+@contextmanager
+def as_compiled() -> Iterator[None]:
+    """Inside, `torch.compiler.is_compiling` is true, though values are there: forwards don't branch on any.
+
+    Unless it is compiled, a model of transformers drops a mask of ones, for example.
+    """
+    before = torch.compiler._is_compiling_flag  # torch.export sets it likewise
+    torch.compiler._is_compiling_flag = True
+    _as_compiled[0] += 1
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+        _as_compiled[0] -= 1
+
+
+def constant(tensor: torch.Tensor) -> list[Any] | None:
+    """The values of a tensor that is the same in every run of the graph being traced, nested; None for another tensor.
+
+    ``torch.arange(len(x))`` is a constant, though an operation of the graph makes it: neither an input of the graph nor
+    a random number goes there.
+    """
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_slot
+
+    first = get_proxy_slot(tensor, _dispatch_mode(_PROXY).tracer, None, lambda found: found.proxy.node)
+    nodes, stack = set[Any](), [] if first is None else [first]
+    while stack:
+        node = stack.pop()
+        if node.op == "placeholder" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return None
+        if node not in nodes:
+            nodes.add(node)
+            stack += node.all_input_nodes
+    with disable_proxy_modes_tracing():
+        return tensor.tolist()
 
 
 def custom_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], CustomOpDef]:

@@ -1,0 +1,189 @@
+"""Models that branch on values unless they are compiled, as those of transformers do with masks."""
+
+import copy
+
+import pytest
+import torch
+from comparing import assert_close
+from graphs import interpret
+from torch import nn
+from torch.nn import functional as F
+
+import ghostclip
+
+LENGTH, WIDTH = 6, 8
+
+
+class Masked(nn.Module):
+    """Mean of the words that a mask leaves; a mask of ones is dropped, unless the model is compiled.
+
+    Args:
+        compiled: (words [B, T, d], mask [B, T, 1]) -> words, of the compiled model alone.
+    """
+
+    def __init__(self, compiled=lambda words, mask: words * mask):
+        super().__init__()
+        self.words, self.head, self.compiled = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 2), compiled
+
+    def forward(self, ids, mask):
+        words, mask = self.words(ids), mask[..., None].float()
+        if torch.compiler.is_compiling():
+            words = self.compiled(words, mask)
+        elif not mask.all():
+            words = words * mask
+        return self.head(words.sum(1) / mask.sum(1))
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(*batch[:2]), batch[2], reduction="none")
+
+
+def batch_of(seed, padded=True, size=5):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 11, (size, LENGTH), generator=generator)
+    lengths = torch.randint(1, LENGTH, (size, 1), generator=generator)
+    mask = torch.arange(LENGTH) < lengths if padded else torch.ones(size, LENGTH, dtype=torch.bool)
+    return ids, mask.long(), torch.randint(0, 2, (size,), generator=generator)
+
+
+def compiled_on(model, *batches, clip=loss_fn):
+    """A clipper that compiles, after those batches."""
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(model), 0.1, compile=True)
+    for batch in batches:
+        clipper.clip(clip, batch)
+        model.zero_grad()
+    return clipper
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    interpret(monkeypatch)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_graph_is_made_for_every_mask(padded):
+    torch.manual_seed(0)
+    model = Masked()
+    plain = copy.deepcopy(model)
+    clipper = compiled_on(model, *[batch_of(seed, padded) for seed in range(8)])
+    assert clipper.compiled.graphs == 1
+    assert not clipper.compiled.refusals
+    for padded_now in (True, False):
+        runs = next(iter(clipper.compiled._plans.values())).region.runs
+        batch = batch_of(20, padded_now)
+        found = clipper.clip(loss_fn, batch)
+        assert next(iter(clipper.compiled._plans.values())).region.runs == runs + 1
+        expected = ghostclip.GhostClipper(ghostclip.wrap(plain), 0.1).clip(loss_fn, batch)
+        assert_close(found.norms, expected.norms, 1e-5)
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(parameter.grad, other.grad, 1e-5)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_mask_that_compiled_code_leaves_out_is_found_whatever_the_batches(padded):
+    clipper = compiled_on(Masked(lambda words, mask: words), *[batch_of(seed, padded) for seed in range(5)])
+    assert "differ from eager's" in clipper.compiled.refusals[0]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_mixing_in_compiled_code_alone_is_refused():
+    centred = Masked(lambda words, mask: (words - words.mean(0)) * mask)
+    clipper = compiled_on(centred, *[batch_of(seed) for seed in range(6)])
+    assert clipper.compiled.graphs == 0
+    assert "examples mix" in clipper.compiled.refusals[0]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_mask_that_the_model_cannot_take_stops_nothing():
+    class Short(Masked):
+        def forward(self, ids, mask):
+            if not torch.compiler.is_compiling() and mask.all():
+                raise ValueError("a text without padding")
+            return super().forward(ids, mask)
+
+    clipper = compiled_on(Short(), *[batch_of(seed) for seed in range(8)])
+    assert clipper.compiled.graphs == 1
+    assert not clipper.compiled.refusals
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_positions_that_the_loss_gives_do_not_keep_a_graph_from_being_made():
+    """Whether they depend on examples is shown by forwards of other examples, which the loss function runs."""
+
+    class Placed(Masked):
+        def __init__(self):
+            super().__init__()
+            self.places = nn.Embedding(LENGTH, WIDTH)
+
+        def forward(self, ids, mask, places):
+            words, mask = self.words(ids) + self.places(places), mask[..., None].float()
+            return self.head((words * mask).sum(1) / mask.sum(1))
+
+    def placed(model, batch):
+        return loss_fn(lambda *each: model(*each, torch.arange(LENGTH)[None]), batch)
+
+    clipper = compiled_on(Placed(), *[batch_of(seed) for seed in range(8)], clip=placed)
+    assert clipper.compiled.graphs == 1
+
+
+class Picks(Masked):
+    """Some positions of each example, by indices.
+
+    Args:
+        rows: (ids [B, T]) -> number of the example, [B].
+    """
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, ids, mask):
+        return self.head(self.words(ids)[self.rows(ids), mask.sum(1) - 1])
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (lambda ids: torch.arange(len(ids)), None),
+        (lambda ids: ids[:, 0].argsort().argsort().sort().values, "measured in every batch"),
+        (lambda ids: torch.randperm(len(ids)) * 0 + torch.arange(len(ids)), "measured in every batch"),
+    ],
+    ids=["constant", "of the batch", "random"],
+)
+def test_an_index_over_examples_is_compiled_where_it_is_a_constant(rows, why):
+    compiled = compiled_on(Picks(rows), *[batch_of(seed) for seed in range(8)]).compiled
+    assert compiled.graphs == (why is None)
+    assert why is None or why in compiled.refusals[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_models_of_transformers_compile(name, dropout):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 11, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    if name == "bert":
+        config = transformers.BertConfig(
+            hidden_size=16, intermediate_size=16, hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout, **sizes,
+        )  # fmt: skip
+        model = transformers.BertForSequenceClassification(config)
+    else:
+        config = transformers.GPT2Config(
+            n_embd=16, n_positions=LENGTH, attn_pdrop=dropout, embd_pdrop=dropout, resid_pdrop=dropout,
+            pad_token_id=0, bos_token_id=0, eos_token_id=0, **sizes,
+        )  # fmt: skip
+        model = transformers.GPT2ForSequenceClassification(config)
+
+    def losses(model, batch):
+        return F.cross_entropy(model(batch[0], attention_mask=batch[1]).logits, batch[2], reduction="none")
+
+    clipper = compiled_on(model.train(), *[batch_of(seed) for seed in range(4)], clip=losses)
+    assert clipper.compiled.graphs == 1
+    assert not clipper.compiled.refusals
