@@ -113,7 +113,8 @@ class PrivateTrainer(Trainer):
     Each step draws a random sample of the data, a logical batch. Its expected size is
     ``per_device_train_batch_size * gradient_accumulation_steps`` times the number of processes. At most
     ``per_device_train_batch_size`` examples are processed at once. ``max_grad_norm`` of TrainingArguments is ignored,
-    and the log says so: ``clipping`` of `PrivacyArguments` takes its place.
+    and the log says so: ``clipping`` of `PrivacyArguments` takes its place. With ``torch_compile=True`` the engine
+    compiles the steps, as `PrivacyEngine.compile` does.
 
     Args:
         model, args, others, options: as for Trainer.
@@ -151,7 +152,7 @@ class PrivateTrainer(Trainer):
                 "max_grad_norm=%s of TrainingArguments is overridden: each example's gradient is clipped by "
                 "clipping=%s of PrivacyArguments", args.max_grad_norm, privacy.clipping,
             )  # fmt: skip
-        self.privacy = privacy
+        self.privacy, self._compiles = privacy, bool(args.torch_compile)
         self.engine = None
         self.batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._resume: str | None = None
@@ -287,6 +288,8 @@ class PrivateTrainer(Trainer):
                 self.model_wrapped, optimizer, steps.loader, batch_size=self.batch_size,
                 max_physical_batch_size=self._train_batch_size, **options,
             )  # fmt: skip
+        if self._compiles:
+            self.engine.compile()
         if self._resume is not None:
             self.engine.restore(os.path.join(self._resume, STATE))
         self._begun_at = self.state.global_step

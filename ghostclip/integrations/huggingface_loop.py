@@ -29,6 +29,8 @@ def for_the_loop(args: TrainingArguments) -> TrainingArguments:
     args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
     # A restored engine gives what is left of the epoch, of which nothing is to be skipped.
     args.ignore_data_skip = True
+    # The engine compiles; a model that Trainer compiled would hide what happens to each example.
+    args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if getattr(args, name, None):
             setattr(args, f"{name}_kwargs", {**(getattr(args, f"{name}_kwargs") or {}), "use_reentrant": False})

@@ -35,7 +35,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         'cross_entropy(..., label_smoothing=0.1, reduction="none")',
     ),
     "fp16": ((False,), "needs a loss scale that the engine owns, and Trainer's follows the gradients; use bf16=True"),
-    "torch_compile": ((False,), "replaces the model by a graph in which layers can't be clipped; leave it out"),
+    "torch_compile_backend": (
+        (None, "inductor"),
+        "isn't one that private steps are compiled by; leave it out: torch_compile=True is enough",
+    ),
     "use_liger_kernel": (
         (False,),
         "replaces layers by kernels without a rule for the gradients of single examples; leave it out",

@@ -37,7 +37,13 @@ def test_an_option_is_refused_by_its_name(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("fp16", True), ("torch_compile", True), ("deepspeed", {}), ("fsdp", "full_shard"), ("group_by_length", True)],
+    [
+        ("fp16", True),
+        ("torch_compile_backend", "eager"),
+        ("deepspeed", {}),
+        ("fsdp", "full_shard"),
+        ("group_by_length", True),
+    ],
 )
 def test_what_this_machine_or_version_can_t_set_is_refused_too(name, value, tmp_path):
     args = arguments(tmp_path)

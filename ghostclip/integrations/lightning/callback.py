@@ -27,6 +27,8 @@ class PrivacyCallback(lightning.Callback):
     ``epsilon`` and ``privacy_step`` (the number of steps charged) are logged.
 
     Args:
+        compile: compile steps, as `PrivacyEngine.compile` does, under automatic optimization. ``training_step`` may
+            then depend on no ``batch_idx``, and logs something only in the batches that run without the graph.
         options: keyword arguments of `PrivacyEngine`. By default ``batch_size`` is the training loader's, and with
             ``target_epsilon`` the length of training is the Trainer's ``max_epochs`` or ``max_steps``.
 
@@ -41,8 +43,9 @@ class PrivacyCallback(lightning.Callback):
         LossShapeError: in ``fit``: ``training_step`` doesn't return one loss per example.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, compile: bool = False, **options: Any) -> None:
         check_options(options)
+        self._compiles = compile
         if isinstance(options.get("unit_ids"), Iterator):  # each fit reads them
             options["unit_ids"] = list(options["unit_ids"])
         self.engine: PrivacyEngine | None = None
@@ -60,6 +63,8 @@ class PrivacyCallback(lightning.Callback):
         self._end()
         self._restored = False
         check_trainer(trainer, pl_module, self._options)
+        if self._compiles and not pl_module.automatic_optimization:
+            raise PrivacyError("compile=True compiles no step of manual optimization; leave one of them out")
         source = trainer.fit_loop._data_source
         self._loader = TrainLoader(copy.copy(source), self._options)
         source.instance = self._loader
@@ -83,6 +88,8 @@ class PrivacyCallback(lightning.Callback):
             warnings.filterwarnings("ignore", "the DataLoader's .* is replaced")
             options = {**self._options, **length_of(trainer, self._loader, self._options)}
             engine = PrivacyEngine(pl_module, trainer.optimizers[0], self._loader.given, **options)
+        if self._compiles:
+            engine.compile()
         self.engine = engine
         self._undo.append(engine.detach)
         for state in self._states:

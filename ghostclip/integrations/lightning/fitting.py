@@ -128,18 +128,25 @@ def _only_examples(method: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
+class _Turn:
+    """The number of the batch, apart from the loss function, for which a compiled step would be another at each."""
+
+    args: tuple[Any, ...] = ()
+
+
 def _private_step(
     trainer: lightning.Trainer, module: lightning.LightningModule, engine: PrivacyEngine
 ) -> Callable[..., Any]:
     """``training_step`` for logical batches: a step of the engine, with the user's own on each physical batch."""
-    own = module.training_step
+    own, turn = module.training_step, _Turn()
+
+    def loss_fn(_: nn.Module, examples: Any) -> Tensor:
+        with trainer.precision_plugin.train_step_context(), _quiet(module) if is_trial() else nullcontext():
+            return _losses(own(examples, *turn.args))
 
     @functools.wraps(own)
     def training_step(batch: LogicalBatch, *args: Any) -> Tensor:
-        def loss_fn(_: nn.Module, examples: Any) -> Tensor:
-            with trainer.precision_plugin.train_step_context(), _quiet(module) if is_trial() else nullcontext():
-                return _losses(own(examples, *args))
-
+        turn.args = args
         # Lightning calls it in its own autocast, which is meant for the forward only.
         with torch.autocast(module.device.type, enabled=False):
             return engine.step(batch, loss_fn).losses
