@@ -1176,6 +1176,20 @@ COMPILED = [
         BRANCHES,
     ),
     Mutant(
+        "a graph does not look whether gradients came where there were zeros",
+        "ghostclip/compiled/trace_friendly.py",
+        "    if run.spoke is not None:\n",
+        "    if False:\n",
+        BRANCHES,
+    ),
+    Mutant(
+        "a graph without results is kept",
+        "ghostclip/compiled/clip.py",
+        "        if plan.without == MOST_WITHOUT:\n",
+        "        if False:\n",
+        BRANCHES,
+    ),
+    Mutant(
         "a graph has views where inductor lays memory out otherwise",
         "ghostclip/compiled/region.py",
         "            node.target = torch.ops.aten.reshape.default\n",

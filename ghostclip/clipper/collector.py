@@ -136,6 +136,7 @@ class NormCollector(TermReceiver):
         kept: terms by the parts that they are of: what clipped sums are formed from without a second backward.
         choices: what the planner chose, by the id of the parameter.
         structure: of the graph.
+        spoke: of a pass that is traced, whether a gradient came where there were zeros before, bool []; else None.
         holds_graph: whether the graph is still there, though it may not have been asked for.
         random_states: before the pass, where it computes checkpointed blocks again; else None.
     """
@@ -159,6 +160,7 @@ class NormCollector(TermReceiver):
         self.choices: dict[int, StrategyChoice] = {}
         self.structure = 0
         self.marks: Tensor | None = None
+        self.spoke: Tensor | None = None
         self.seen: dict[Any, Any] | None = None
         self.holds_graph = True
         self.random_states: tuple[Any, ...] | None = None

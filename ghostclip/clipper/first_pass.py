@@ -178,7 +178,10 @@ class FirstPasses:
         else:
             edges = () if check is None else check.edges
             grads = first_pass(losses, layout.calls, sink, collector.marks, retain_graph=stays, edges=edges)
-            if check is not None and check.fails(grads):
+            spoke = None if check is None else check.spoke(grads)
+            if is_traced():
+                collector.spoke = spoke
+            elif spoke is not None and bool(spoke):
                 return False
         if not holds and (held is not None or stays):
             free_graph(losses, layout.calls)

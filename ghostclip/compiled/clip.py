@@ -33,6 +33,8 @@ __all__ = ["TRIALS", "CompiledClip", "GraphPlan", "LossFunction", "rolled"]
 LossFunction = Callable[[nn.Module, Any], Tensor]
 # Graphs are made for so many keys; who needs more passes a function that is another one every time.
 MOST_GRAPHS = 16
+# After so many batches in a row to which a graph gave no result, it is made anew.
+MOST_WITHOUT = 4
 # Of so many batches one isn't run by a graph.
 MEASURED = 64
 # After so many batches in a row of which no graph could be made, none is tried of other batches either.
@@ -54,6 +56,7 @@ class GraphPlan:
         present: for each trained parameter, whether its sum is among the graph's outputs.
         trial: of graph and eager.
         batches: how many came for it.
+        without: how many of the last ones the graph gave no result to.
     """
 
     kept: list[Any] = field(default_factory=list)
@@ -63,9 +66,10 @@ class GraphPlan:
     present: list[bool] = field(default_factory=list)
     trial: Trial = field(default_factory=Trial)
     batches: int = 0
+    without: int = 0
 
     def run(self, asked: CompileRequest, keep: Tensor) -> Clipped | None:
-        """The graph's result, without the rows that were padding; None when a norm or a loss isn't finite.
+        """The graph's result, without the rows that were padding; None when `trace_friendly` says that it is none.
 
         Args:
             asked: the batch.
@@ -111,6 +115,7 @@ class CompiledClip:
     _plans: dict[tuple, GraphPlan] = field(default_factory=dict)
     _kept_rows: dict[tuple, Tensor] = field(default_factory=dict)
     _failures: int = 0
+    _replaced: set[tuple] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.state = ModelState(self.model)
@@ -129,7 +134,6 @@ class CompiledClip:
             result = self.eager(loss_fn, batch)
             # The forward may have made something that the model keeps.
             asked = replace(asked, key=(*asked.key[:-1], self.state.key()))
-            # A graph takes for granted what is proved of every layer, and so waits for gradients to have reached all.
             known = asked.key in self._plans or self.passes.is_open or self.gave_up
             if not known and self._may_have_another() and (made := self._attempt(loss_fn, asked)) is not None:
                 self._plans[asked.key] = made
@@ -138,7 +142,23 @@ class CompiledClip:
             return self.eager(loss_fn, batch)
         if plan.trial.left:
             return self._try(plan, loss_fn, batch, asked)
-        return plan.run(asked, self.keep_rows(asked)) or self.eager(loss_fn, batch)
+        found = plan.run(asked, self.keep_rows(asked))
+        plan.without = 0 if found is not None else plan.without + 1
+        if plan.without == MOST_WITHOUT:
+            self._give_up(asked.key, plan)
+        return self.eager(loss_fn, batch) if found is None else found
+
+    def _give_up(self, key: tuple, plan: GraphPlan) -> None:
+        """Makes a graph that gives no results any more once again; the second one isn't replaced."""
+        if key not in self._replaced:
+            self._replaced.add(key)
+            del self._plans[key]
+            return
+        plan.region = None
+        self.refuse(
+            f"in each of {MOST_WITHOUT} batches in a row some loss or norm wasn't finite, or a gradient came where "
+            "there was none when the graph was made"
+        )
 
     def _is_due(self, plan: GraphPlan) -> bool:
         """Whether a batch runs eagerly, for ownership to be measured, which no graph does."""
@@ -228,7 +248,7 @@ class CompiledClip:
     def _attempt(self, loss_fn: LossFunction, asked: CompileRequest) -> GraphPlan | None:
         """The plan of a batch, without a graph where that isn't possible; the model is as before.
 
-        None where it is too early: no gradient has reached some layer.
+        None where it is too early: whose rows are whose isn't known yet.
         """
         plan = GraphPlan()
         try:

@@ -55,7 +55,8 @@ def trace_friendly(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Ten
         keep: [B], 0 for rows that are no examples.
 
     Returns:
-        A number that is finite exactly when all norms and losses are, and the result if it is.
+        A number, and the result if it is finite: all norms and losses are, and no gradient came where there had been
+        zeros when ownership was measured.
     """
     trained = passes.index.trained()
     keep = keep.to(norm_dtype(trained))
@@ -73,4 +74,6 @@ def trace_friendly(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Ten
             amount[slice(*rows)] = part
         totals[owner] = totals[owner] + amount if owner in totals else amount
     fine = (whole + losses.detach()).sum()
+    if run.spoke is not None:
+        fine = fine.masked_fill(run.spoke, torch.nan)
     return fine, Clipped(losses, norms, weights, [totals.get(id(parameter)) for _, parameter in trained])

@@ -201,8 +201,6 @@ class Layouts:
             call: each for call, each in zip(uses.calls, known.rows, strict=True) if each is not None
         }
         check = WatchedZeros(silent, edges) if silent or edges else None
-        if check is not None and is_traced():
-            raise UnsupportedModelError("no gradient has reached some layer yet")
         return row_layout(uses, found, region, len(losses), half=known.half, check=check)
 
 

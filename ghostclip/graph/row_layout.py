@@ -53,7 +53,7 @@ class WatchedZeros:
 
     Args:
         calls: uses of layers.
-        edges: tensors of the graph, to which the pass must go, and of which its gradients are to be given to `fails`.
+        edges: tensors of the graph, to which the pass must go, and of which its gradients are to be given to `spoke`.
     """
 
     def __init__(self, calls: Sequence[LayerCall], edges: Sequence[Edge]) -> None:
@@ -70,10 +70,10 @@ class WatchedZeros:
 
         return look
 
-    def fails(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether one of them was given a gradient that isn't zero, after the pass."""
+    def spoke(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Whether one of them was given a gradient that isn't zero, bool []; None where none was given any."""
         arrived = [*self._arrived, *(grad.any() for grad in grads if grad is not None)]
-        return bool(arrived) and bool(torch.stack(arrived).any())
+        return torch.stack(arrived).any() if arrived else None
 
 
 def row_layout(

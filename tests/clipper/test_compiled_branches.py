@@ -161,6 +161,63 @@ def test_an_index_over_examples_is_compiled_where_it_is_a_constant(rows, why):
     assert why is None or why in compiled.refusals[0]
 
 
+class Gated(Masked):
+    """What is behind a gate has no gradient until it opens."""
+
+    def __init__(self, behind=lambda words: words):
+        super().__init__()
+        self.inner, self.behind, self.gate = nn.Linear(WIDTH, WIDTH), behind, nn.Parameter(torch.zeros(()))
+        self.gate.requires_grad = False
+
+    def forward(self, ids, mask):
+        words = self.words(ids).mean(1)
+        return self.head(words + self.gate * self.behind(self.inner(words)))
+
+
+def opened(model):
+    """A clipper whose graph was made before the gate opened, and what it says of a batch after that."""
+    clipper = compiled_on(model, *[batch_of(seed) for seed in range(8)])
+    assert clipper.compiled.graphs == 1
+    model.gate.data.fill_(0.5)
+    return clipper, clipper.clip(loss_fn, batch_of(30))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_graph_gives_no_result_where_a_gradient_comes_that_was_zero():
+    model = Gated()
+    clipper, found = opened(model)
+    plain = ghostclip.wrap(copy.deepcopy(model))
+    plain.zero_grad()
+    expected = ghostclip.GhostClipper(plain, 0.1).clip(loss_fn, batch_of(30))
+    assert_close(found.norms, expected.norms, 1e-5)
+    for seed in range(12):
+        model.zero_grad()
+        clipper.clip(loss_fn, batch_of(seed))
+    assert clipper.compiled.graphs == 2  # the second one knows of the gradient
+    assert not clipper.compiled.refusals
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_mixing_behind_a_gate_that_opens_after_a_graph_was_made_is_refused():
+    with pytest.raises(ghostclip.UnsupportedModelError, match="examples mix"):
+        opened(Gated(lambda words: words - words.mean(0)))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_graph_without_results_is_made_anew_once():
+    clipper = compiled_on(Masked(), *[batch_of(seed) for seed in range(8)])
+
+    def spoilt(model, batch):
+        return loss_fn(model, batch) + batch[3]
+
+    for seed in range(40):
+        nan = torch.full((5,), 0.0 if seed < 8 else torch.nan)
+        clipper.clip(spoilt, (*batch_of(seed), nan))
+        clipper.model.zero_grad()
+    assert clipper.compiled.graphs == 3  # one of each loss function, and the new one
+    assert "4 batches in a row" in clipper.compiled.refusals[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -49,7 +49,6 @@ OTHERS = {
     "backward through the graph a second time",
     "a hook, given None while the graph was freed, raised %s: %s",
     # Of a step that can't be compiled, which are not raised.
-    "no gradient has reached some layer yet",
     "whose rows are whose is measured in every batch of this forward",
 }
 # How messages begin that other tests bring up.
