@@ -28,7 +28,7 @@ from ghostclip.native.custom_ops import as_compiled
 from ghostclip.native.notices import slow_work
 from ghostclip.norms.precision import is_narrow
 
-__all__ = ["TRIALS", "CompiledClip", "GraphPlan", "LossFunction", "rolled"]
+__all__ = ["TRIALS", "CompiledClip", "GraphPlan", "LossFunction"]
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 # Graphs are made for so many keys; who needs more passes a function that is another one every time.
@@ -277,7 +277,8 @@ class CompiledClip:
             plan.present = [total is not None for total in result.sums]
             return tuple(output.detach() for output in (fine, *vectors, *result.sums) if output is not None)
 
-        inputs, others = ([*held, *leaves, keep] for leaves in (asked.leaves, map(rolled, asked.leaves)))
+        others = [*held, *(leaf.roll(1, 0) for leaf in asked.leaves), keep]
+        inputs = [*held, *asked.leaves, keep]
         what = f"a step for {len(keep)} rows"
         with slow_work(f"compiling {what}", "compiling %s; this takes seconds, or minutes for large models", what):
             plan.region = Region(trace(step, inputs, others), inputs, len(held))
@@ -330,12 +331,3 @@ def _step_by_step(model: nn.Module) -> str | None:
         if isinstance(module, nn.LSTM) and module.proj_size and any(p.requires_grad for p in module.parameters()):
             return f"{name or 'the model'} is an LSTM with projections, whose time steps would be compiled one by one"
     return None
-
-
-def rolled(leaf: Tensor) -> Tensor:
-    """Rows moved by one, in memory laid out as the leaf's is: another layout may make another graph."""
-    own = leaf
-    for dim, stride in enumerate(leaf.stride()):
-        own = own.narrow(dim, 0, 1) if stride == 0 else own
-    moved = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
-    return moved.copy_(own.roll(1, 0)).expand_as(leaf)

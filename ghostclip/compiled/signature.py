@@ -66,9 +66,13 @@ def capacity_for(examples: int, expected: int | None, largest: int | None = None
 
 
 def pad(leaf: Tensor, size: int) -> Tensor:
-    """``leaf`` [n, ...] with its first row repeated to [size, ...]; rows of zeros might not be valid inputs."""
+    """``leaf`` [n, ...] with its first row repeated to [size, ...]; rows of zeros might not be valid inputs.
+
+    It is contiguous: a graph reads its inputs as the ones that it was made with lay in memory.
+    """
     missing = size - leaf.shape[0]
-    return leaf if missing == 0 else torch.cat([leaf, leaf[:1].expand(missing, *leaf.shape[1:])])
+    padded = leaf if missing == 0 else torch.cat([leaf, leaf[:1].expand(missing, *leaf.shape[1:])])
+    return padded.contiguous()
 
 
 class ModelState:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ghostclip
+from ghostclip.compiled import trial
 
 LENGTH, WIDTH = 6, 8
 
@@ -216,6 +217,27 @@ def test_a_graph_without_results_is_made_anew_once():
         clipper.model.zero_grad()
     assert clipper.compiled.graphs == 3  # one of each loss function, and the new one
     assert "4 batches in a row" in clipper.compiled.refusals[0]
+
+
+@pytest.mark.slow
+def test_a_batch_may_lie_in_memory_in_any_way(monkeypatch):
+    """The graph of the first batches reads rows one after another."""
+    monkeypatch.setattr(trial, "clock", lambda: 0.0)  # it is used, whatever is faster
+    torch.manual_seed(0)
+    model = ghostclip.wrap(nn.Sequential(nn.Linear(LENGTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2)))
+    batches = [(torch.randn(5, LENGTH), torch.arange(5) % 2) for _ in range(8)]
+
+    def losses(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    clipper = compiled_on(model, *batches, clip=losses)
+    expected = clipper.clip(losses, batches[0]).norms
+    model.zero_grad()
+    across = batches[0][0].T.contiguous().T, batches[0][1]
+    assert_close(clipper.clip(losses, across).norms, expected, 1e-6)
+    model.zero_grad()
+    clipper.compiled.eager = None  # the graph gave both
+    assert_close(clipper.clip(losses, across).norms, expected, 1e-6)
 
 
 @pytest.mark.slow
