@@ -1,9 +1,5 @@
 """The compiled backward through time equals tensor operations, step by step."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from time_traces import GATES, incoming_for, trace_of
@@ -147,16 +143,3 @@ def test_without_a_compiler_tensor_operations_do_it(missing, monkeypatch, tmp_pa
     assert torch.allclose(model.weight_hh_l0.grad, expected, rtol=1e-10)
     assert ("no C compiler found" in caplog.text) == (missing == "compiler")
     assert list(tmp_path.rglob("*.so")) == []
-
-
-@pytest.mark.slow  # test_native.py has the quick one
-def test_processes_may_race_for_the_cache(tmp_path):
-    script = (
-        "import torch; from ghostclip.native import time_loop as t; from ghostclip.nn import LSTM;"
-        "assert t.library('time_loop') is not None; m = LSTM(2, 3); m(torch.randn(4, 2, 2))[0].sum().backward();"
-        "assert m.weight_hh_l0.grad.isfinite().all()"
-    )
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    running = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(2)]
-    assert [process.wait(timeout=120) for process in running] == [0, 0]
-    assert {path.suffix for path in (tmp_path / "ghostclip").iterdir()} == {".so"}

@@ -64,35 +64,6 @@ def test_either_attack_alone(capsys):
     assert "white box" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--method", "nxbp"],
-            "the audit runs the engine, whose methods are auto, cached, reweight; got --method nxbp",
-        ),
-        (["--draws", "0", "--canaries", "0"], "leave nothing to audit"),
-        (["--plot", "/nowhere/at/all.png"], "there is no folder /nowhere/at"),
-        (["--noise-multiplier", "0"], "noise multiplier 0 claims nothing"),
-        (["--draws", "5"], "draws must be at least 100"),
-        (["--confidence", "95"], "confidence must be a number in (0, 1); got 95.0"),
-    ],
-)
-def test_mistakes_are_one_line_and_status_2(capsys, words, message):
-    assert main(["audit", *QUICK, *words]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert message in printed.err
-    assert printed.err.count("\n") == 1
-
-
-def test_help_has_an_example(capsys):
-    assert main(["audit", "--help"]) == 0
-    printed = capsys.readouterr().out
-    assert "ghostclip audit --model mlp" in printed
-    assert "exit status: 0 consistent with the claim, 1 more is spent than claimed" in printed
-
-
 def test_plots_of_one_and_of_three_panels_and_of_bounds_without_end():
     panel = AuditPanel("all of it", 2.0, [100, 1000], {"Gaussian": [0.5, float("inf")]}, {"one-run": 0.3})
     for panels in ([AuditPanel("one run", 2.0, levels={"one-run": 0.4})], [panel] * 3):

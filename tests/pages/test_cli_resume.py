@@ -94,35 +94,6 @@ def test_every_so_many_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.ledger", "run", "run.previous"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--resume"], "--resume needs --checkpoint DIR"),
-        (["--every", "2"], "--every needs --checkpoint DIR"),
-        (["--checkpoint", "run", "--resume"], "there is no checkpoint at run to go on from; leave out --resume"),
-        (["--checkpoint", "there"], "there is a checkpoint at there; add --resume to go on from it"),
-        (["--checkpoint", "run", "--compare"], "give --checkpoint or --compare, not both"),
-        (
-            ["--checkpoint", "run", "--method", "nxbp"],
-            "--method nxbp is there for comparison and keeps no --checkpoint",
-        ),
-        (["--checkpoint", "run", "--every", "0"], "every must be a whole number >= 1; got 0"),
-    ],
-)
-def test_what_does_not_go_together(
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "manifest.json").touch()
-    assert main([*RUN, *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_other_settings_are_refused_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     where = ["--checkpoint", str(tmp_path / "run")]
     assert main([*RUN, *where, "--epochs", "1"]) == 0
