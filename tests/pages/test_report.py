@@ -154,14 +154,20 @@ def test_a_run_without_privacy_has_no_privacy_plots(tmp_path):
     assert "drawn afresh" not in page
 
 
-@pytest.mark.parametrize("norms", [[], [0.0], [0.0, math.nan], [1e-9, 1e9], [1.0] * 5])
-def test_norm_plot_takes_any_norms(norms):
-    assert decoded(plots.norm_plot(norms, 1.0))[0] > 0
+GAPS = [
+    *((plots.norm_plot, norms, 1.0) for norms in ([], [0.0], [0.0, math.nan], [1e-9, 1e9], [1.0] * 5)),
+    *((plots.loss_plot, {"one": row}) for row in ((1, [math.nan]), (3, [2.0]), (2, []))),
+    (plots.loss_plot, {}),
+    *((plots.accuracy_plot, {"one": runs, "other": runs})
+      for runs in ([[0.5]], [[0.5, math.nan], [0.25, 0.75]], [[math.nan] * 3])),
+    (plots.accuracy_by_epsilon_plot, {1.0: [0.5], 8.0: [0.7, 0.9]}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("losses", [{}, {"empty": (1, [math.nan])}, {"one": (3, [2.0])}, {"none": (2, [])}])
-def test_loss_plot_takes_gaps(losses):
-    assert decoded(plots.loss_plot(losses))[0] > 0
+@pytest.mark.parametrize("drawn", GAPS, ids=str)
+def test_plots_take_gaps(drawn):
+    plot, *values = drawn
+    assert decoded(plot(*values))[0] > 0
 
 
 def test_an_unwritable_folder_is_refused_before_anything_is_made(tmp_path):
@@ -255,12 +261,3 @@ def test_the_share_of_right_guesses_is_that_of_the_mechanism_that_gives_most_awa
 def test_an_infinite_epsilon_has_no_meaning():
     groups = [report.RunGroup([replace(PRIVATE, epsilons={"PLD": epsilon})]) for epsilon in (math.inf, 1e5)]
     assert report._meanings(groups, 1e-5) == []
-
-
-@pytest.mark.parametrize("runs", [[[0.5]], [[0.5, math.nan], [0.25, 0.75]], [[math.nan] * 3]])
-def test_accuracy_plot_takes_gaps(runs):
-    assert decoded(plots.accuracy_plot({"one": runs, "other": runs}))[0] > 0
-
-
-def test_accuracy_by_epsilon_is_drawn_without_a_baseline():
-    assert decoded(plots.accuracy_by_epsilon_plot({1.0: [0.5], 8.0: [0.7, 0.9]}))[0] > 0
