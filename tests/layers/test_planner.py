@@ -164,14 +164,3 @@ def test_every_layer_with_a_choice_shows_two_costs(case):
     rows = [row for row in clipper.explain() if row.parameter == "weight"]
     assert rows
     assert all(len(row.milliseconds) >= 2 for row in rows)
-
-
-def test_the_cost_of_the_sum_counts():
-    term = convolution_term()
-    some = {name: strategy for name, strategy in term.candidates().items() if name in ("windows", "patches")}
-    term.candidates = lambda: some
-    planner = planner_that_measures((5.0, 3.0, 20.0))
-    _, choice = planner.answer(term, keep=True, room=0)
-    cheap, dear = sorted(some, key=lambda name: some[name].flops)
-    assert (choice.name, choice.keep) == (cheap, False)
-    assert choice.milliseconds == {cheap: 3.0 + 5.0, dear: 20.0 + 5.0}
