@@ -140,38 +140,36 @@ def test_a_private_loss_is_logged_on_request_only(tmp_path):
     assert output.metrics["private_train_loss"] == pytest.approx(mean, rel=1e-5)
 
 
+class Sizes(transformers.TrainerCallback):
+    """Sizes of the physical batches of each step."""
+
+    def __init__(self, subject):
+        self.subject, self.sizes = subject, []
+        subject.add_callback(self)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.sizes.append(self.subject.engine._steps.release.batch.sizes)
+
+
 def test_the_logical_batch_is_that_of_a_device_times_accumulation(tmp_path):
     subject = trainer(tmp_path, examples=data(count=40), max_steps=-1, num_train_epochs=1.5)
-    sizes = []
-
-    class Sizes(transformers.TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            sizes.append(subject.engine._steps.release.batch.sizes)
-
-    subject.add_callback(Sizes())
+    seen = Sizes(subject)
     subject.train()
     assert subject.engine.batch_size == 6
     assert subject.state.global_step == subject.engine.steps_taken == math.ceil(1.5 * round(40 / 6))
-    assert all(size <= 2 for each in sizes for size in each)
-    assert len({sum(each) for each in sizes}) > 1
+    assert all(size <= 2 for each in seen.sizes for size in each)
+    assert len({sum(each) for each in seen.sizes}) > 1
     assert subject.state.epoch == pytest.approx(11 / 7)
 
 
 def test_empty_logical_batches_are_steps_of_noise(tmp_path):
     model = gpt2()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    subject = trainer(
-        tmp_path, model, data(count=400), per_device_train_batch_size=1, gradient_accumulation_steps=1, max_steps=6
-    )
-    empty = []
-
-    class Counts(transformers.TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            empty.append(not subject.engine._steps.release.batch.sizes)
-
-    subject.add_callback(Counts())
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 6}
+    subject = trainer(tmp_path, model, data(count=400), **options)
+    seen = Sizes(subject)
     subject.train()
-    assert any(empty)
+    assert [] in seen.sizes
     assert subject.engine.steps_taken == 6
     assert all(not torch.equal(was, now) for was, now in zip(before, model.parameters(), strict=True))
 

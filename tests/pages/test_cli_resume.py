@@ -1,6 +1,5 @@
 """`ghostclip train --checkpoint` and `--resume`: a run that was interrupted or killed ends as it should have."""
 
-import json
 import math
 import signal
 import subprocess
@@ -11,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from commands import as_json
 
 from ghostclip import accounting, checkpoint
 from ghostclip.cli import main, methods, train
 from ghostclip.ledger import Ledger
 
 # Two epochs of three steps.
-RUN = ["train", "--model", "mlp", "--noise-multiplier", "1", "--batch-size", "500", "--epochs", "2", "--json"]
+RUN = ["train", "--model", "mlp", "--noise-multiplier", "1", "--batch-size", "500", "--epochs", "2"]
 STEPS = 6
 
 
@@ -36,8 +36,7 @@ def steps_at(folder: Path) -> int:
 
 
 def trained(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
-    assert main([*RUN, *map(str, arguments)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = as_json(capsys, *RUN, *arguments)
     (run,), (losses,) = found["runs"], found["not_private"]["losses"].values()
     return run | {"losses": losses}
 

@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from commands import as_json
 from data_files import write_adult, write_cifar, write_images, write_imdb, write_mnist
 
 import ghostclip
@@ -21,13 +22,7 @@ from ghostclip.cli.training import train as train_once
 from ghostclip.engine import micro_batching
 
 PRIVATE = [method for method in METHODS if method != "nonprivate"]
-QUICK = ["--epochs", "1", "--no-compare", "--json"]
-
-
-def trained(capsys, *arguments) -> dict:
-    """The JSON that a run prints."""
-    assert main(["train", *map(str, arguments)]) == 0
-    return json.loads(capsys.readouterr().out)
+QUICK = ["--epochs", "1", "--no-compare"]
 
 
 def settings(method: str, **changes) -> Settings:
@@ -95,8 +90,8 @@ def test_building_leaves_torch_s_generator_alone():
 @pytest.mark.slow
 def test_target_is_met_and_reported(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(train, "MARKS", 2)
-    found = trained(
-        capsys, "--model", "mlp", "--epsilon", "2", "--batch-size", "300", "--report", tmp_path / "r", *QUICK
+    found = as_json(
+        capsys, "train", "--model", "mlp", "--epsilon", "2", "--batch-size", "300", "--report", tmp_path / "r", *QUICK
     )
     assert found == json.loads((tmp_path / "r" / "report.json").read_text()) | {
         "report": str(tmp_path / "r" / "index.html")
@@ -138,9 +133,9 @@ def test_the_size_of_physical_batches_is_found_within_the_limit(capsys, monkeypa
     monkeypatch.setattr(
         ghostclip.GhostClipper, "norms", lambda self, losses: sizes.append(len(losses)) or norms(self, losses)
     )
-    found = trained(
-        capsys, "--model", "mlp", "--noise-multiplier", "1", "--max-physical-batch-size", "auto", "--report", tmp_path,
-        *([] if text is None else ["--memory-limit", text]), *QUICK,
+    found = as_json(
+        capsys, "train", "--model", "mlp", "--noise-multiplier", "1", "--max-physical-batch-size", "auto",
+        "--report", tmp_path, *([] if text is None else ["--memory-limit", text]), *QUICK,
     )  # fmt: skip
     assert (found["settings"]["max_physical_batch_size"], found["settings"]["memory_limit"]) == ("auto", limit)
     assert given == [limit]
@@ -211,7 +206,7 @@ def test_results_are_shown_where_the_report_cannot_be_written(capsys, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(train.report, "write", full)
-    arguments = ["--model", "mlp", "--noise-multiplier", "1", "--report", str(tmp_path), *QUICK]
+    arguments = ["--model", "mlp", "--noise-multiplier", "1", "--report", str(tmp_path), "--json", *QUICK]
     assert main(["train", *arguments]) == 2
     shown = capsys.readouterr()
     assert json.loads(shown.out)["report"] is None
@@ -227,7 +222,7 @@ def test_training_without_noise_is_not_called_private(capsys):
 
 
 def test_nonprivate_training_spends_no_epsilon(capsys):
-    found = trained(capsys, "--model", "mlp", "--method", "nonprivate", *QUICK)
+    found = as_json(capsys, "train", "--model", "mlp", "--method", "nonprivate", *QUICK)
     assert found["runs"][0]["epsilons"] == {}
     assert found["privacy"] is None
     assert found["settings"]["noise_multiplier"] is None
@@ -235,7 +230,7 @@ def test_nonprivate_training_spends_no_epsilon(capsys):
 
 @pytest.mark.slow
 def test_no_noise_is_infinite_epsilon(capsys, tmp_path):
-    found = trained(capsys, "--model", "mlp", "--noise-multiplier", "0", "--report", tmp_path, *QUICK)
+    found = as_json(capsys, "train", "--model", "mlp", "--noise-multiplier", "0", "--report", tmp_path, *QUICK)
     assert found["runs"][0]["epsilons"] == {"PLD": "inf", "RDP": "inf"}
     assert (tmp_path / "norms.png").exists()
     assert not (tmp_path / "epsilon.png").exists()
@@ -257,7 +252,7 @@ def test_every_format_trains(capsys, tmp_path, data, write, model):
     write(tmp_path)
     words = ["--vocabulary", tmp_path / "words.txt"] if data == "imdb" else []
     where = ["--data", data, "--data-dir", tmp_path, *words]
-    found = trained(capsys, *where, "--model", model, "--noise-multiplier", "1", "--batch-size", "2", *QUICK)
+    found = as_json(capsys, "train", *where, "--model", model, "--noise-multiplier", "1", "--batch-size", "2", *QUICK)
     assert 0 <= found["runs"][0]["accuracy"] <= 1
     assert 0 < found["runs"][0]["epsilons"]["PLD"] < math.inf
 

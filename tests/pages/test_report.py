@@ -4,8 +4,6 @@ import io
 import json
 import math
 import re
-import struct
-import zlib
 from base64 import b64decode
 from dataclasses import replace
 from html import unescape
@@ -74,17 +72,9 @@ def tables(page: str) -> list[list[list[str]]]:
 
 
 def decoded(png: bytes) -> tuple[int, int]:
-    """Width and height of a PNG whose chunks are all whole."""
-    assert png[:8] == b"\x89PNG\r\n\x1a\n"
-    place, size = 8, (0, 0)
-    while place < len(png):
-        length, kind = struct.unpack(">I4s", png[place : place + 8])
-        body = png[place + 4 : place + 8 + length]
-        assert struct.unpack(">I", png[place + 8 + length : place + 12 + length])[0] == zlib.crc32(body)
-        if kind == b"IHDR":
-            size = struct.unpack(">II", body[4:12])
-        place += 12 + length
-    return size
+    """Width and height of a PNG."""
+    height, width, *_ = image.imread(io.BytesIO(png), format="png").shape
+    return width, height
 
 
 def test_files(folder):
@@ -107,22 +97,9 @@ def test_page_holds_its_plots_and_fetches_nothing(folder):
 
 def test_page_tells_the_figures_and_what_is_not_private(folder):
     page = (folder / "index.html").read_text()
-    for text in (
-        "93.4%",
-        "98.5%",
-        "7.990",
-        "8.750",
-        "1.510",
-        "1,234",
-        "2,500",
-        "2.00",
-        "one batch of 64",
-        "1e-05",
-        "75.0% of the examples are clipped",
-        "<td>sgd</td><td>0.4664</td><td>512</td>",
-        "another run gives another accuracy",
-        "Dashed: the target",
-    ):
+    for text in ("93.4%", "98.5%", "7.990", "8.750", "1.510", "1,234", "2,500", "2.00", "one batch of 64", "1e-05",
+                 "75.0% of the examples are clipped", "<td>sgd</td><td>0.4664</td><td>512</td>",
+                 "another run gives another accuracy", "Dashed: the target"):  # fmt: skip
         assert text in page
     public, kept = page.split("<h2>Not private</h2>")
     assert (public.count("<figure>"), kept.count("<figure>")) == (2, 2)
@@ -168,19 +145,6 @@ GAPS = [
 def test_plots_take_gaps(drawn):
     plot, *values = drawn
     assert decoded(plot(*values))[0] > 0
-
-
-def test_an_unwritable_folder_is_refused_before_anything_is_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        report.prepare(tmp_path / "file" / "report")
-
-
-def test_a_full_disk_is_reported(tmp_path, monkeypatch):
-    usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(report.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(OSError, match="has 1000 bytes left"):
-        report.prepare(tmp_path)
 
 
 def test_the_page_has_dark_images_for_dark_screens(folder):
