@@ -39,7 +39,16 @@ def assert_both_ways_agree(mode, trace, incoming, tolerance):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(
     "sizes",
-    [(1, 1, 1, 1), (5, 3, 4, 6), (3, 8, 2, 16), (2, 11, 3, 17), (4, 13, 20, 50), (6, 2, 1, 49), (2, 17, 5, 112)],
+    [
+        (1, 1, 1, 1),
+        (5, 3, 4, 6),
+        (3, 8, 2, 16),
+        (2, 11, 3, 17),
+        (4, 13, 20, 50),
+        (6, 2, 1, 49),
+        (2, 17, 5, 112),
+        (3, 0, 2, 5),
+    ],
     ids=str,
 )
 def test_the_same_as_tensor_operations(mode, dtype, bias, sizes):
@@ -60,12 +69,6 @@ def test_incoming_gradients_of_any_layout(mode):
     strange = torch.randn(18, 9, 4, dtype=torch.float64).permute(2, 1, 0)
     for output in (strange, torch.ones((), dtype=torch.float64).expand(4, 9, 18), -strange.flip(0)):
         assert_both_ways_agree(mode, trace, Incoming(output, None, None), 1e-12)
-
-
-@every_mode
-def test_an_empty_batch(mode):
-    trace = trace_of(mode, 3, 0, 2, 5)
-    assert all(g.numel() == 0 for g in gradients(COMPILED, mode, trace, incoming_for(trace, mode)))
 
 
 @every_mode

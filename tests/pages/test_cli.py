@@ -77,17 +77,6 @@ def test_module_and_version():
     assert second == f"C kernels: {kernels()}"
 
 
-def test_epsilon_is_accounting_s(capsys):
-    found = as_json(capsys, "epsilon", "--noise-multiplier", "1.1", *SAMPLING)
-    setting = {"noise_multiplier": 1.1, "sample_rate": 0.01, "steps": 200, "delta": 1e-5}
-    assert found["epsilon"] == found["epsilons"]["pld"] == accounting.epsilon(**setting)
-    assert found["epsilons"]["rdp"] == accounting.epsilon(**setting, accountant="rdp")
-    direct = ["epsilon", "--noise-multiplier", "1.1", "--sample-rate", "0.01", "--steps", "200"]
-    shown = ran(capsys, *direct, "--accountant", "rdp").splitlines()
-    assert shown[0] == f"epsilon {found['epsilons']['rdp']:.4g} (RDP)"
-    assert shown[1] == f"epsilon {found['epsilon']:.4g} (PLD)"
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_calibrated_noise_keeps_the_target_as_printed(capsys, accountant):

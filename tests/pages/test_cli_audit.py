@@ -3,7 +3,7 @@
 import json
 
 import pytest
-import torch
+from data_files import digits
 
 from ghostclip import datasets
 from ghostclip.audit import Bound
@@ -17,9 +17,7 @@ QUICK = ["--model", "mlp", "--epochs", "1", "--noise-multiplier", "1", "--batch-
 @pytest.fixture(autouse=True)
 def _forty_digits(monkeypatch):
     """A data set of 400 digits instead of all of them."""
-    data = datasets.digits()
-    part = torch.utils.data.TensorDataset(*(tensor[:400] for tensor in data.train.tensors))
-    fewer = datasets.Data("digits", part, part, data.input_shape, data.classes)
+    fewer = digits(400)
     monkeypatch.setattr(datasets, "load", lambda *given: fewer)
 
 

@@ -22,6 +22,7 @@ PNG = b"\x89PNG\r\n"
         (FIXED, {"sampling": "without_replacement", "neighboring": "replace_one"}),
         (TRUNCATED, {"sampling": "truncated", "dataset_size": 600, "max_batch_size": 90}),
         (["--neighboring", "replace_one"], {"neighboring": "replace_one"}),
+        ([], {}),
     ],
 )
 def test_every_kind_of_sampling_is_accounting_s(capsys, arguments, options):
@@ -31,9 +32,15 @@ def test_every_kind_of_sampling_is_accounting_s(capsys, arguments, options):
     assert {name: found[name] for name in setting} == setting
     both = options.get("neighboring") != "replace_one" or "sampling" in options
     assert set(found["epsilons"]) == ({"pld", "rdp"} if both else {"pld"})
+    assert found["epsilons"]["pld"] == found["epsilon"]
+    assert not both or float(found["epsilons"]["rdp"]) == accounting.epsilon(**setting, accountant="rdp")
 
 
 def test_text_says_how_and_about_whom(capsys):
+    direct = ran(capsys, "epsilon", *NOISE, "--sample-rate", "0.1", "--steps", "20", "--accountant", "rdp").splitlines()
+    setting = {"noise_multiplier": 4.0, "sample_rate": 0.1, "steps": 20, "delta": 1e-5}
+    for line, accountant in zip(direct, ("rdp", "pld"), strict=False):
+        assert line == f"epsilon {accounting.epsilon(**setting, accountant=accountant):.4g} ({accountant.upper()})"
     shown = ran(capsys, "epsilon", *NOISE, *COUNTED, *FIXED).splitlines()
     assert shown[2] == (
         "at delta 1e-05, after 20 steps over samples of fixed size, drawn without replacement, at rate 0.1 with noise "

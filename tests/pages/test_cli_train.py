@@ -10,10 +10,10 @@ import types
 import pytest
 import torch
 from commands import as_json
-from data_files import write_adult, write_cifar, write_images, write_imdb, write_mnist
+from data_files import digits, write_adult, write_cifar, write_images, write_imdb, write_mnist
 
 import ghostclip
-from ghostclip import accounting, datasets
+from ghostclip import accounting
 from ghostclip.cli import main, summary, train, training
 from ghostclip.cli.methods import METHODS, Settings
 from ghostclip.cli.plan import NOISE_PER_STEP, learning_rate
@@ -34,16 +34,9 @@ def settings(method: str, **changes) -> Settings:
     return Settings(**values | changes)
 
 
-def forty_digits() -> datasets.Data:
-    """A data set of 40 examples, all of which are in every batch of 40."""
-    data = datasets.digits()
-    part = torch.utils.data.TensorDataset(*(tensor[:40] for tensor in data.train.tensors))
-    return datasets.Data("digits", part, part, data.input_shape, data.classes)
-
-
 @pytest.mark.parametrize("method", PRIVATE)
 def test_every_private_method_takes_the_same_steps(method):
-    data = forty_digits()
+    data = digits(40)
     plain = train_once(settings("nonprivate", max_norm=1.0, noise_multiplier=None), data, "plain", lambda *step: None)
     private = train_once(settings(method), data, "private", lambda *step: None)
     assert private.run.losses == pytest.approx(plain.run.losses, rel=1e-4)
@@ -55,7 +48,7 @@ def test_every_private_method_takes_the_same_steps(method):
 
 @pytest.mark.parametrize("method", PRIVATE)
 def test_every_private_method_clips_and_charges(method):
-    data = forty_digits()
+    data = digits(40)
     before = build("mlp", data, seed=3)
     outcome = train_once(
         settings(method, max_norm=1e-3, noise_multiplier=1e-3, epochs=1), data, "private", lambda *step: None
@@ -72,14 +65,14 @@ def test_every_private_method_clips_and_charges(method):
 @pytest.mark.parametrize("method", PRIVATE)
 @pytest.mark.one_in(6)
 def test_noise_is_fresh_in_every_run_and_the_seed_is_of_the_weights(method):
-    data = forty_digits()
+    data = digits(40)
     runs = [train_once(settings(method, noise_multiplier=0.5), data, "private", lambda *step: None) for _ in range(2)]
     assert runs[0].run.losses[0] == pytest.approx(runs[1].run.losses[0])
     assert runs[0].run.losses[1] != runs[1].run.losses[1]
 
 
 def test_building_leaves_torch_s_generator_alone():
-    data = forty_digits()
+    data = digits(40)
     state = torch.get_rng_state()
     first, second, other = (next(build("mlp", data, seed).parameters()) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), state)
@@ -185,13 +178,13 @@ def test_compilation_and_evaluation_are_not_called_training(monkeypatch):
     monkeypatch.setattr(training, "time", types.SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     monkeypatch.setattr(training, "seconds_compiling", lambda: next(compiled, 0.25))
     monkeypatch.setattr(training, "accuracy", lambda *_: 0.5 + 0 * sum(next(ticks) for _ in range(100)))
-    outcome = train_once(settings("auto"), forty_digits(), "private", lambda *step: None, epoch=1)
+    outcome = train_once(settings("auto"), digits(40), "private", lambda *step: None, epoch=1)
     assert (outcome.run.seconds, outcome.run.compilation_seconds) == (1.75, 0.25)
     assert outcome.run.accuracies == [0.5, 0.5]
 
 
 def test_epochs_that_were_not_evaluated_are_gaps():
-    data, model = forty_digits(), build("mlp", forty_digits(), seed=3)
+    data, model = digits(40), build("mlp", digits(40), seed=3)
     found: list[float] = []
     for steps in (5, 6):  # of which a resumed run has taken five elsewhere
         training.Evaluation(model, data.test, 2).after(steps, found)
