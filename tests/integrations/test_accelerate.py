@@ -46,18 +46,6 @@ def prepared(accelerator: Any, after: bool, noise_multiplier: float = 0.0, dtype
     return model, optimizer, engine
 
 
-def clipped_sum(model: nn.Module, examples: list[Any]) -> list[torch.Tensor]:
-    """The slow loop: each example's gradient, clipped to `MAX_NORM`, added up."""
-    total = [torch.zeros_like(p) for p in model.parameters()]
-    for inputs, targets in examples:
-        for x, y in zip(inputs, targets, strict=True):
-            grads = torch.autograd.grad(runs.losses_of(model, [x[None], y[None]]).sum(), list(model.parameters()))
-            norm = torch.sqrt(sum(grad.square().sum() for grad in grads))
-            for so_far, grad in zip(total, grads, strict=True):
-                so_far += grad * min(1.0, MAX_NORM / float(norm))
-    return total
-
-
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("spelled_out", [False, True])
 def test_a_step_is_the_hand_written_one(after, spelled_out):
@@ -77,7 +65,7 @@ def test_a_step_is_the_hand_written_one(after, spelled_out):
             )
             # The self-check calls the function again, on other rows.
             seen = seen[-len(batch.sizes) :] if batch.sizes else []
-        for p, total in zip(reference.parameters(), clipped_sum(reference, seen), strict=True):
+        for p, total in zip(reference.parameters(), runs.clipped_sum(reference, seen, MAX_NORM), strict=True):
             p.data -= 0.5 * total / 8
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
@@ -123,40 +111,29 @@ def test_a_schedule_moves_once_a_step():
 def test_skipped_steps_are_refused():
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer, engine = prepared(accelerator, True)
-
-    def train() -> None:
+    with pytest.raises(PrivacyError, match="had no step"):  # noqa: PT012
         for batch in engine.batches():
             with accelerator.accumulate(model):
-                for examples in batch.physical():
-                    engine.backward(runs.losses_of(model, examples))
+                runs.gather(engine, batch)
                 optimizer.step()
                 optimizer.zero_grad()
-
-    with pytest.raises(PrivacyError, match="had no step"):
-        train()
 
 
 @pytest.mark.parametrize("how", ["backward", "clip"])
 def test_accelerate_s_own_backward_is_refused_and_its_clipping_finds_nothing(how):
     accelerator = accelerate.Accelerator(cpu=True)
     model, optimizer, engine = prepared(accelerator, True)
-    batch = next(batch for batch in runs.nonempty(engine))
-
-    def step() -> None:
-        for examples in batch.physical():
-            if how == "backward":
-                accelerator.backward(runs.losses_of(model, examples).mean())
-            engine.backward(runs.losses_of(model, examples))
-            if how == "clip":
-                assert accelerator.clip_grad_norm_(model.parameters(), 1e-3) == 0
-        optimizer.step()
-
-    if how == "clip":
-        step()
-        assert float(runs.grads(model).norm()) > 1e-2
-        return
-    with pytest.raises(GradientLeakError):
-        step()
+    batch = next(runs.nonempty(engine))
+    for examples in batch.physical():
+        if how == "backward":
+            accelerator.backward(runs.losses_of(model, examples).mean())
+            with pytest.raises(GradientLeakError):
+                engine.backward(runs.losses_of(model, examples))
+            return
+        engine.backward(runs.losses_of(model, examples))
+        assert accelerator.clip_grad_norm_(model.parameters(), 1e-3) == 0
+    optimizer.step()
+    assert float(runs.grads(model).norm()) > 1e-2
 
 
 def test_a_prepared_loader_is_refused():

@@ -1,13 +1,11 @@
 """Programs written for Opacus: a plain loss.backward() clips, charges and steps as losses [B] do."""
 
-import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from opacus_programs import MAX_NORM, MODELS, Step, by_hand, mean_loss, private, summed_loss, train
+from opacus_programs import MAX_NORM, MODELS, assert_by_hand, mean_loss, private, summed_loss, taken, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,12 +13,6 @@ from ghostclip import LossShapeError
 from ghostclip.compat.opacus import BatchMemoryManager, PrivacyEngine, layers
 from ghostclip.events import FixedSizeGaussian
 from ghostclip.sampling.schemes import Poisson
-
-EXACT = {"rtol": 1e-9, "atol": 1e-12}
-
-
-def assert_by_hand(step: Step, loss: Callable[[nn.Module, Any], Tensor], denominator: float) -> None:
-    torch.testing.assert_close(step.grads, by_hand(step, loss, denominator, MAX_NORM), **EXACT)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -50,7 +42,8 @@ def test_clipping_by_parameter() -> None:
             alone = [torch.autograd.grad(mean_loss(step.model, [p[i : i + 1] for p in step.batches[0]]), parameter)[0]
                      for i in range(len(step.batches[0][0]))]  # fmt: skip
             clipped = sum(each * min(1.0, norms[place] / float(each.norm())) for each in alone)
-            torch.testing.assert_close(step.grads[place], clipped / optimizer.expected_batch_size, **EXACT)
+            expected = clipped / optimizer.expected_batch_size
+            torch.testing.assert_close(step.grads[place], expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["images", "characters"])
@@ -68,28 +61,27 @@ def test_batch_memory_manager_steps_once_for_all_parts(name: str) -> None:
 def test_what_runs_backward_twice_is_added_up_before_clipping() -> None:
     model, optimizer, loader = private(PrivacyEngine(), "images", layers)
     x, y = batch = next(iter(loader))
-    step = Step([batch], copy.deepcopy(model))
-    expected = by_hand(step, lambda model, batch: mean_loss(model, batch) + model(batch[0]).mean(), 8, MAX_NORM)
-    optimizer.attach_step_hook(lambda own: step.grads.extend(p.grad.clone() for p in own.params))
-    outputs = model(x)
-    nn.functional.cross_entropy(outputs, y).backward(retain_graph=True)
-    outputs.mean().backward()
-    optimizer.step()
-    torch.testing.assert_close(step.grads, expected, **EXACT)
+
+    def backward() -> None:
+        outputs = model(x)
+        nn.functional.cross_entropy(outputs, y).backward(retain_graph=True)
+        outputs.mean().backward()
+
+    step = taken(optimizer, model, batch, backward)
+    assert_by_hand(step, lambda model, batch: mean_loss(model, batch) + model(batch[0]).mean(), 8)
 
 
 def test_zero_grad_forgets_what_ran_backward() -> None:
     model, optimizer, loader = private(PrivacyEngine(), "words", layers)
     batch = next(iter(loader))
-    step = Step([batch], copy.deepcopy(model))
-    expected = by_hand(step, mean_loss, 8, MAX_NORM)
-    optimizer.attach_step_hook(lambda own: step.grads.extend(p.grad.clone() for p in own.params))
-    (100 * mean_loss(model, batch)).backward()
-    loss = mean_loss(model, batch)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    torch.testing.assert_close(step.grads, expected, **EXACT)
+
+    def backward() -> None:
+        (100 * mean_loss(model, batch)).backward()
+        loss = mean_loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+
+    assert_by_hand(taken(optimizer, model, batch, backward), mean_loss, 8)
 
 
 def adversaries() -> tuple[nn.Module, nn.Module, Any, Any]:
@@ -116,15 +108,13 @@ def gan_loss(model: nn.Module, batch: Any) -> Tensor:
 def test_a_discriminator_is_private_and_its_generator_learns_through_it(first: str) -> None:
     generator, model, optimizer, loader = adversaries()
     other = torch.optim.SGD(generator.parameters(), lr=0.5)
-    step = Step([], model)
-    optimizer.attach_step_hook(lambda own: step.grads.extend(p.grad.clone() for p in own.params))
 
     def train_generator(made: Tensor) -> None:
         # What the discriminator's graph should give, from a copy without hooks.
         wanted = torch.autograd.grad(-plain(made).log().mean(), list(generator.parameters()), retain_graph=True)
         other.zero_grad()
         (-model(made).log().mean()).backward()
-        torch.testing.assert_close([p.grad for p in generator.parameters()], list(wanted), **EXACT)
+        torch.testing.assert_close([p.grad for p in generator.parameters()], list(wanted), rtol=1e-9, atol=1e-12)
         other.step()
 
     for (real,) in loader:
@@ -133,12 +123,9 @@ def test_a_discriminator_is_private_and_its_generator_learns_through_it(first: s
             train_generator(generator(torch.randn(len(real), 3).double()))
         made = generator(torch.randn(len(real), 3).double())
         optimizer.zero_grad(set_to_none=True)
-        step.batches, step.model, step.grads = [[real, made.detach()]], copy.deepcopy(model), []
-        expected = by_hand(step, gan_loss, optimizer.expected_batch_size, MAX_NORM)
-        gan_loss(model, [real, made.detach()]).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        torch.testing.assert_close(step.grads, expected, **EXACT)
+        batch = [real, made.detach()]
+        step = taken(optimizer, model, batch, lambda batch=batch: gan_loss(model, batch).backward())
+        assert_by_hand(step, gan_loss, optimizer.expected_batch_size)
         if first == "discriminator":
             train_generator(made)
             optimizer.zero_grad()
@@ -188,44 +175,24 @@ def test_a_batch_size_that_does_not_divide_the_data() -> None:
         assert_by_hand(step, mean_loss, 7)
 
 
-def test_examples_in_the_second_dimension() -> None:
-    data = TensorDataset(torch.randn(30, 4, 3, dtype=torch.float64))
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+class Sequences(nn.Module):
+    """Takes [T, B, 3] and returns [T, B, 2], or the mean over time [B, 7]."""
 
-    def positions_first(examples: list[tuple[Tensor]]) -> Tensor:
-        return torch.stack([example for (example,) in examples], 1)
-
-    model, optimizer, loader = PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), noise_multiplier=0.0,
-        max_grad_norm=MAX_NORM, data_loader=DataLoader(data, batch_size=10, collate_fn=positions_first),
-        batch_first=False, noise_generator=torch.Generator().manual_seed(1),
-    )  # fmt: skip
-    for inputs in loader:
-        step = Step([[inputs.transpose(0, 1)]], copy.deepcopy(model))
-        expected = by_hand(step, lambda model, batch: model(batch[0]).square().mean(), 10, MAX_NORM)
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        torch.testing.assert_close([p.grad for p in model.parameters()], expected, **EXACT)
-
-
-class MeanOfSequence(nn.Module):
-    """Takes [T, B, 3] and returns [B, 7]."""
-
-    def __init__(self) -> None:
+    def __init__(self, mean: bool) -> None:
         super().__init__()
-        self.rnn, self.out = nn.RNN(3, 5), nn.Linear(5, 7)
+        self.mean, self.rnn, self.out = mean, nn.RNN(3, 5), nn.Linear(5, 7 if mean else 2)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.out(self.rnn(inputs)[0]).mean(0)
+        outputs = self.out(self.rnn(inputs)[0])
+        return outputs.mean(0) if self.mean else outputs
 
 
-def mean_letters(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Any, Any]:
+def sequences(mean: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Any, Any]:
     """(model, optimizer, loader); its batches have these sizes."""
     torch.manual_seed(5)
     counts = iter(sizes)
     monkeypatch.setattr(Poisson, "count", lambda *_: next(counts))
-    model, data = MeanOfSequence().double(), TensorDataset(torch.randn(30, 4, 3, dtype=torch.float64))
+    model, data = Sequences(mean).double(), TensorDataset(torch.randn(30, 4, 3, dtype=torch.float64))
     return PrivacyEngine().make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), noise_multiplier=0.0,
         max_grad_norm=MAX_NORM, batch_first=False,
@@ -237,23 +204,23 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
     return model(batch[0].transpose(0, 1)).square().mean()
 
 
-def test_outputs_as_wide_as_a_batch_is_large_are_read_by_their_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, loader = mean_letters([9, 7, 7], monkeypatch)
+@pytest.mark.parametrize("mean", [False, True])
+def test_outputs_as_wide_as_a_batch_is_large_are_read_by_their_examples(
+    mean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, loader = sequences(mean, [9, 7, 7], monkeypatch)
     for number, inputs in enumerate(loader):
         lost = 3 if number == 2 else None  # an example with a loss that isn't finite
         if lost is not None:
             inputs[:, lost] = math.nan
         left = [row for row in range(inputs.shape[1]) if row != lost]
-        step = Step([[inputs.transpose(0, 1)[left]]], copy.deepcopy(model))
-        expected = by_hand(step, squares, 10, MAX_NORM)
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        torch.testing.assert_close([p.grad for p in model.parameters()], expected, **EXACT)
+        batch = [inputs.transpose(0, 1)[left]]
+        step = taken(optimizer, model, batch, lambda inputs=inputs: model(inputs).square().mean().backward())
+        assert_by_hand(step, squares, 10)
 
 
 def test_outputs_that_do_not_show_their_examples_are_refused_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, loader = mean_letters([7], monkeypatch)
+    model, optimizer, loader = sequences(True, [7], monkeypatch)
     model(next(iter(loader))).square().mean().backward()
     with pytest.raises(LossShapeError, match=r"doesn't show which dimension holds them; begin with a batch of another"):
         optimizer.step()

@@ -1,11 +1,10 @@
 """Models of transformers under Opacus's interface: losses of their own, and losses from their logits."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from opacus_programs import MAX_NORM
+from opacus_programs import MAX_NORM, assert_by_hand, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -74,31 +73,6 @@ def private(model: nn.Module, labels: Any, **options: Any) -> Any:
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-def rows_by_hand(model: nn.Module, batch: Any, loss: Any) -> list[Tensor]:
-    """The clipped mean, by one backward for each example."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    total = [torch.zeros_like(parameter) for parameter in parameters]
-    for row in range(len(batch["labels"])):
-        one = {name: value[row : row + 1] for name, value in batch.items()}
-        grads = torch.autograd.grad(loss(model, one), parameters, allow_unused=True, materialize_grads=True)
-        norm = torch.cat([grad.flatten() for grad in grads]).norm()
-        for into, grad in zip(total, grads, strict=True):
-            into += grad * min(1.0, MAX_NORM / float(norm))
-    return [each / 5 for each in total]
-
-
-def assert_trained_by_hand(model: nn.Module, optimizer: Any, loader: Any, run: Any, loss: Any) -> None:
-    found: list[Tensor] = []
-    optimizer.attach_step_hook(lambda own: found.extend(p.grad.clone() for p in own.params))
-    for batch in loader:
-        before = copy.deepcopy(model)
-        found.clear()
-        run(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.testing.assert_close(found, rows_by_hand(before, batch, loss), rtol=1e-8, atol=1e-11)
-
-
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
     outputs = model(**batch)
     return outputs[0] if isinstance(outputs, tuple) else outputs.loss
@@ -108,7 +82,9 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 def test_the_loss_of_a_classifier_is_clipped_example_by_example(name: str) -> None:
     torch.manual_seed(0)
     build, labels = CLASSIFIERS[name]
-    assert_trained_by_hand(*private(build(), labels), run=own_loss, loss=own_loss)
+    model, optimizer, loader = private(build(), labels)
+    for step in train(loader, model, optimizer, own_loss):
+        assert_by_hand(step, own_loss, 5)
 
 
 @pytest.mark.parametrize("name", TOKENS)
@@ -124,7 +100,8 @@ def test_a_mean_over_the_tokens_of_a_batch_is_refused_and_its_remedy_is_exact(na
     def remedy(model: nn.Module, batch: Any) -> Tensor:
         return losses_for(model)(model, batch).mean()
 
-    assert_trained_by_hand(model, optimizer, loader, remedy, remedy)
+    for step in train(loader, model, optimizer, remedy):
+        assert_by_hand(step, remedy, 5)
 
 
 REFUSED = {

@@ -1,7 +1,9 @@
 """PrivateTrainer: clipped gradients against a loop over single examples, losses, logs, what Trainer does besides."""
 
 import math
+from functools import partial
 
+import oracle
 import pytest
 import torch
 from torch.nn import functional as F
@@ -55,63 +57,48 @@ def hand_loss(model, example, shift):
     return torch.stack(losses).mean() if losses else logits.sum() * 0
 
 
-def clipped_mean(model, examples, shift):
-    """The sum of clipped gradients over the number of examples, by a loop over them; and the norms."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    total, norms = [torch.zeros_like(parameter) for parameter in parameters], []
-    for example in examples:
-        found = torch.autograd.grad(hand_loss(model, example, shift), parameters, allow_unused=True)
-        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-        norms.append(math.sqrt(sum(float(grad.square().sum()) for grad in grads)))
-        for sum_, grad in zip(total, grads, strict=True):
-            sum_ += grad * min(1.0, CLIPPING / norms[-1] if norms[-1] else 1.0)
-    return [sum_ / len(examples) for sum_ in total], norms
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.one_in(2)
 def test_a_step_is_the_clipped_sum_of_a_loop_over_examples(name, tmp_path):
     build, example, shift = CASES[name]
     model, examples = build().double(), data(example)
-    expected, norms = clipped_mean(model, examples, shift)
-    assert max(norms) > CLIPPING
+    losses = torch.stack([hand_loss(model, example, shift) for example in examples])
+    grads = oracle.grads_of_single_losses(model, losses)
+    assert oracle.norms(grads).max() > CLIPPING
     before = [parameter.detach().clone() for parameter in model.parameters()]
     privacy = PrivacyArguments(noise_multiplier=0.0, clipping=CLIPPING)
     trainer(tmp_path, model, examples, privacy, max_steps=1).train()
     exact = {"rtol": 1e-4, "atol": 1e-6} if name == "sequence to sequence" else {"rtol": 1e-5, "atol": 1e-11}
-    for was, now, grad in zip(before, model.parameters(), expected, strict=True):
+    for was, now, total in zip(before, model.parameters(), oracle.clipped_sum(grads, CLIPPING).values(), strict=True):
         # The weights are clipped with a margin for rounding, of some 1e-6.
-        torch.testing.assert_close((was - now.detach()) / 0.5, grad, **exact)
+        torch.testing.assert_close((was - now.detach()) / 0.5, total / len(examples), **exact)
 
 
-@pytest.mark.parametrize("name", CASES)
+def bert_of(labels, kind):
+    """A classifier by numbers or by several labels at a time, and such an example."""
+    config = transformers.BertConfig(**bert("MaskedLM").config.to_dict() | {"num_labels": labels, "problem_type": kind})
+    build = partial(transformers.BertForSequenceClassification, config)
+    return build, lambda: {"input_ids": tokens(), "labels": torch.rand(labels).round()}
+
+
+MORE = {
+    "a number": bert_of(1, None), "numbers": bert_of(3, "regression"),
+    "labels": bert_of(3, "multi_label_classification"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*CASES, *MORE])
 def test_losses_are_those_of_the_model_on_single_examples(name):
-    build, example, _ = CASES[name]
-    model, examples = build(), data(example)
+    build, example, *_ = (CASES | MORE)[name]
+    model, examples = build().eval(), data(example)
     if name == "image classification":
         examples = [{**each, "pixel_values": each["pixel_values"].float()} for each in examples]
-    batch = {key: torch.stack([each[key] for each in examples]) for key in examples[0]}
     own = [model(**{key: value[None] for key, value in each.items()}).loss for each in examples]
-    torch.testing.assert_close(losses_for(model)(model, batch), torch.stack(own), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("labels", "kind"), [(1, None), (3, "regression"), (3, "multi_label_classification")])
-def test_losses_of_numbers_and_of_several_labels(labels, kind):
-    config = transformers.BertConfig(**bert("MaskedLM").config.to_dict() | {"num_labels": labels, "problem_type": kind})
-    model = transformers.BertForSequenceClassification(config).eval()
-    batch = {"input_ids": torch.stack([tokens() for _ in range(4)]), "labels": torch.rand(4, labels).round()}
-    found = losses_for(model)(model, batch)
-    own = [model(**{key: value[row : row + 1] for key, value in batch.items()}).loss for row in range(4)]
-    torch.testing.assert_close(found, torch.stack(own))
-
-
-def test_an_example_without_labels_has_a_loss_of_zero():
-    model, batch = gpt2(), {"input_ids": torch.stack([tokens() for _ in range(3)])}
-    labels = batch["input_ids"].clone()
-    labels[1] = IGNORED
-    losses = losses_for(model)(model, {**batch, "labels": labels})
-    assert losses[1] == 0
-    assert (losses[[0, 2]] > 0).all()
+    if name == "causal language model":  # an example without labels has a loss of zero
+        examples[1]["labels"], own[1] = torch.full_like(examples[1]["labels"], IGNORED), torch.zeros(())
+    batch = {key: torch.stack([each[key] for each in examples]) for key in examples[0]}
+    off = {} if name in MORE else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(losses_for(model)(model, batch), torch.stack(own), **off)
 
 
 def test_losses_may_be_the_user_s(tmp_path):
@@ -151,38 +138,36 @@ def test_a_private_loss_is_logged_on_request_only(tmp_path):
     assert output.metrics["private_train_loss"] == pytest.approx(mean, rel=1e-5)
 
 
+class Sizes(transformers.TrainerCallback):
+    """Sizes of the physical batches of each step."""
+
+    def __init__(self, subject):
+        self.subject, self.sizes = subject, []
+        subject.add_callback(self)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.sizes.append(self.subject.engine._steps.release.batch.sizes)
+
+
 def test_the_logical_batch_is_that_of_a_device_times_accumulation(tmp_path):
     subject = trainer(tmp_path, examples=data(count=40), max_steps=-1, num_train_epochs=1.5)
-    sizes = []
-
-    class Sizes(transformers.TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            sizes.append(subject.engine._steps.release.batch.sizes)
-
-    subject.add_callback(Sizes())
+    seen = Sizes(subject)
     subject.train()
     assert subject.engine.batch_size == 6
     assert subject.state.global_step == subject.engine.steps_taken == math.ceil(1.5 * round(40 / 6))
-    assert all(size <= 2 for each in sizes for size in each)
-    assert len({sum(each) for each in sizes}) > 1
+    assert all(size <= 2 for each in seen.sizes for size in each)
+    assert len({sum(each) for each in seen.sizes}) > 1
     assert subject.state.epoch == pytest.approx(11 / 7)
 
 
 def test_empty_logical_batches_are_steps_of_noise(tmp_path):
     model = gpt2()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    subject = trainer(
-        tmp_path, model, data(count=400), per_device_train_batch_size=1, gradient_accumulation_steps=1, max_steps=6
-    )
-    empty = []
-
-    class Counts(transformers.TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            empty.append(not subject.engine._steps.release.batch.sizes)
-
-    subject.add_callback(Counts())
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 6}
+    subject = trainer(tmp_path, model, data(count=400), **options)
+    seen = Sizes(subject)
     subject.train()
-    assert any(empty)
+    assert [] in seen.sizes
     assert subject.engine.steps_taken == 6
     assert all(not torch.equal(was, now) for was, now in zip(before, model.parameters(), strict=True))
 

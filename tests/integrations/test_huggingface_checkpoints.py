@@ -94,26 +94,20 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_left_out(tmp_path, capl
     ]  # fmt: skip
 
 
-def test_a_checkpoint_without_privacy_state_is_refused(tmp_path):
+def test_checkpoints_of_something_else_are_refused(tmp_path):
+    """Of other noise, without a privacy state, and without the ledger."""
     run(tmp_path, stop=3)
+    with pytest.raises(PrivacyError, match=r"noise_multiplier is 1\.0 in it and 2\.0 here"):
+        run(tmp_path, resume=True, privacy=repeatable(noise_multiplier=2.0))
+    shutil.copytree(tmp_path, tmp_path / "copy")
     shutil.rmtree(tmp_path / "checkpoint-2" / "privacy")
     with pytest.raises(PrivacyError, match="has no privacy state"):
         run(tmp_path, resume=str(tmp_path / "checkpoint-2"))
     with pytest.raises(PrivacyError, match="there is no checkpoint with a privacy state"):
         run(tmp_path, resume=True)
-
-
-def test_a_checkpoint_without_its_ledger_is_refused(tmp_path):
-    run(tmp_path, stop=3)
-    (tmp_path / "privacy.ledger").unlink()
+    (tmp_path / "copy" / "privacy.ledger").unlink()
     with pytest.raises(LedgerError, match="doesn't have what it had"):
-        run(tmp_path, resume=True)
-
-
-def test_a_checkpoint_of_other_noise_is_refused(tmp_path):
-    run(tmp_path, stop=3)
-    with pytest.raises(PrivacyError, match=r"noise_multiplier is 1\.0 in it and 2\.0 here"):
-        run(tmp_path, resume=True, privacy=repeatable(noise_multiplier=2.0))
+        run(tmp_path / "copy", resume=True)
 
 
 def test_old_checkpoints_are_removed_and_the_best_model_comes_back(tmp_path, caplog):

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oracle
 import private_runs as runs
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ghostclip import clipping as c
 from ghostclip import traces
@@ -36,54 +36,43 @@ def engine_for(**changes: Any) -> Any:
     return runs.engine_for(model, dataset=runs.data(dtype=torch.float64), **options)
 
 
-def single_gradients(model: nn.Module, batches: list[Any]) -> list[dict[str, Tensor]]:
-    """{parameter name: gradient} of every example, one backward each."""
-    found = []
-    for x, y in [pair for batch in batches for pair in zip(*batch, strict=True)]:
-        grads = torch.autograd.grad(F.cross_entropy(model(x[None]), y[None]), list(model.parameters()))
-        found.append(dict(zip(dict(model.named_parameters()), grads, strict=True)))
-    return found
+def single_gradients(model: nn.Module, batches: list[Any]) -> dict[str, Tensor]:
+    """{parameter name: [B, *shape]}, one backward for each example."""
+    examples = [torch.cat(parts) for parts in zip(*batches, strict=True)]
+    return oracle.grads_of_single_losses(model, runs.losses_of(model, examples))
 
 
-def norm_of(tensors: Any) -> float:
-    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
-
-
-def by_loop(
-    policy: Any, gradients: list[dict[str, Tensor]], stds: dict[str, float]
-) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+def by_loop(policy: Any, gradients: dict[str, Tensor], stds: dict[str, float]) -> tuple[dict[str, Tensor], Any]:
     """Norms, and the figures of each group, from single gradients: {group: [B]} and {group: {figure: number}}."""
-    names = list(gradients[0])
     own = isinstance(policy, c.Groupwise)
-    group_of = policy.partition({n: g.numel() for n, g in gradients[0].items()}) if own else None
+    group_of = policy.partition({n: g[0].numel() for n, g in gradients.items()}) if own else {}
     inside: dict[str, list[str]] = {}
-    for name in names:
-        inside.setdefault(group_of[name] if group_of else name.rpartition(".")[0], []).append(name)
-    norms = {g: [norm_of(each[n] for n in members) for each in gradients] for g, members in inside.items()}
-    whole = [norm_of(each.values()) for each in gradients]
-    if own:
-        given = policy.weights({group: torch.tensor(each, dtype=torch.float64) for group, each in norms.items()})
-        weight_of = {name: given[group_of[name]] for name in names}
-    else:
-        weight_of = dict.fromkeys(names, policy.weights(torch.tensor(whole, dtype=torch.float64)))
-    clipped = {n: sum(w * each[n] for w, each in zip(weight_of[n], gradients, strict=True)) for n in names}
-    unclipped = {n: sum(each[n] for each in gradients) for n in names}
-    inside["all"], norms["all"] = names, whole
+    for name in gradients:
+        inside.setdefault(group_of.get(name, name.rpartition(".")[0]), []).append(name)
+    norms = {group: oracle.norms({n: gradients[n] for n in members}) for group, members in inside.items()}
+    whole = oracle.norms(gradients)
+    given = policy.weights(norms) if own else dict.fromkeys(inside, policy.weights(whole))
+    weight_of = {name: given[group] for group, members in inside.items() for name in members}
+    clipped = {n: torch.einsum("b,b...->...", weight_of[n], each).flatten() for n, each in gradients.items()}
+    unclipped = {n: each.sum(0).flatten() for n, each in gradients.items()}
+    inside["all"], norms["all"] = list(gradients), whole
     figures = {}
     for group, members in inside.items():
-        size, noise = (
-            norm_of(clipped[n] for n in members),
-            sum(clipped[n].numel() * stds[n] ** 2 for n in members) ** 0.5,
-        )
-        product = sum(float((clipped[n] * unclipped[n]).sum()) for n in members)
+        one, other = (torch.cat([sums[n] for n in members]) for sums in (clipped, unclipped))
+        size, noise = float(one.norm()), sum(clipped[n].numel() * stds[n] ** 2 for n in members) ** 0.5
         figures[group] = {
-            "cosine": product / size / norm_of(unclipped[n] for n in members),
+            "cosine": float(one @ other) / size / float(other.norm()),
             "clipped_norm": size,
             "noise_norm": noise,
             "snr": size / noise,
-            "fraction_clipped": np.mean([any(weight_of[n][i] < 1 for n in members) for i in range(len(whole))]),
+            "fraction_clipped": float(torch.stack([weight_of[n] < 1 for n in members]).any(0).double().mean()),
         }
     return norms, figures
+
+
+def flat(gradients: dict[str, Tensor]) -> Tensor:
+    """[B, P]."""
+    return torch.cat([each.flatten(1) for each in gradients.values()], 1)
 
 
 @pytest.mark.parametrize("suffix", ["npz", "parquet"])
@@ -106,12 +95,12 @@ def test_figures_equal_those_of_single_gradients(name: str, second_pass: str, su
     assert found["groups"] == list(norms)
     assert found["step"].tolist() == [1, 2]
     assert found["norms"][1].dtype == np.float64
-    np.testing.assert_allclose(found["norms"][1], list(norms.values()), rtol=1e-9)
+    np.testing.assert_allclose(found["norms"][1], torch.stack(list(norms.values())), rtol=1e-9)
     for place, group in enumerate(found["groups"]):
         for figure, expected in figures[group].items():
             assert found[figure][1, place] == pytest.approx(expected, rel=1e-9), (group, figure)
     assert found["threshold"][1, -1] == policy.sensitivity
-    mean = torch.stack([torch.cat([g.flatten() for g in each.values()]) for each in gradients])
+    mean = flat(gradients)
     variance = float(mean.var(0).sum())  # with B - 1, as an unbiased variance has it
     squared = float(mean.mean(0).square().sum()) - variance / len(mean)
     assert found["gradient_variance"][1] == pytest.approx(variance, rel=1e-9)
@@ -278,7 +267,7 @@ def test_an_example_that_is_not_finite_is_left_out_of_the_sums(tmp_path: Path) -
     assert not np.isfinite(found["norms"][0][-1]).all()
     assert found["fraction_clipped"][0].tolist() == [1 / 8] * 3
     assert found["cosine"][0].tolist() == pytest.approx([1.0] * 3)
-    rows = torch.stack([torch.cat([g.flatten() for g in each.values()]) for each in gradients])
+    rows = flat(gradients)
     assert found["clipped_norm"][0, -1] == pytest.approx(float(rows.sum(0).norm()))
     assert found["gradient_variance"][0] == pytest.approx(float(rows.var(0).sum()))
 
@@ -288,14 +277,13 @@ def test_norms_are_those_of_users(tmp_path: Path) -> None:
     engine.trace(tmp_path / "t.npz", every=1)
     rows = []
     for batch in engine.batches():
-        rows.append(single_gradients(engine.model, runs.gather(engine, batch)))
+        rows.append(flat(single_gradients(engine.model, runs.gather(engine, batch))))
         engine.optimizer.step()
         engine.optimizer.zero_grad()
     found = traces.read(tmp_path / "t.npz")
-    assert len(max(rows, key=len)) >= 4
+    assert max(map(len, rows)) >= 4
     for norms, each in zip(found["norms"], rows, strict=True):
-        users = [{n: one[n] + two[n] for n in one} for one, two in zip(each[::2], each[1::2], strict=True)]
-        np.testing.assert_allclose(norms[-1], [norm_of(user.values()) for user in users], rtol=1e-9)
+        np.testing.assert_allclose(norms[-1], (each[::2] + each[1::2]).norm(dim=1), rtol=1e-9)
 
 
 def test_scaled_losses_are_traced_as_others(tmp_path: Path) -> None:

@@ -132,27 +132,40 @@ def test_one_that_is_ended_within_a_batch_leaves_it_out_and_another_begins_with_
     assert traces.read(tmp_path / "2.npz")["step"].tolist() == [3]
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
-def test_every_must_be_a_number_of_steps(engine: Any, value: Any, tmp_path: Path) -> None:
-    with pytest.raises((ValueError, TypeError), match="every must be a whole number >= 1"):
-        engine.trace(tmp_path / "t.npz", every=value)
-    assert not (tmp_path / "t.npz").exists()
+SUFFIX = r"must end in \.parquet or \.npz"
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t", "t.npz.gz"])
-def test_another_suffix_is_refused(engine: Any, name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must end in \.parquet or \.npz"):
-        engine.trace(tmp_path / name)
-    with pytest.raises(ValueError, match=r"must end in \.parquet or \.npz"):
-        traces.read(tmp_path / name)
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("name", "every", "words"),
+    [
+        *(("t.npz", every, "every must be a whole number >= 1") for every in (0, -1, 1.5, "2", True)),
+        *((name, 1, SUFFIX) for name in ("t.csv", "t", "t.npz.gz")),
+        ("mine.npz", 1, r"mine\.npz exists; give the path of a trace that is to be made"),
+    ],
+)
+def test_what_can_not_be_traced_is_refused_and_nothing_is_made(
+    engine: Any, name: str, every: Any, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.npz").write_text("mine")
+    with pytest.raises((ValueError, TypeError, FileExistsError), match=words):
+        engine.trace(tmp_path / name, every=every)
+    if words == SUFFIX:
+        with pytest.raises(ValueError, match=words):
+            traces.read(tmp_path / name)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_what_is_there_is_not_written_over(engine: Any, tmp_path: Path) -> None:
-    (tmp_path / "t.npz").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"t\.npz exists; give the path of a trace that is to be made"):
-        engine.trace(tmp_path / "t.npz")
-    assert (tmp_path / "t.npz").read_text() == "mine"
+def test_engines_that_are_not_traced(engine: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    groups = {"all": ["0.*"], "rest": ["2.*"]}
+    other = runs.engine_for(runs.network(), clipping=c.Grouped(groups, max_norm=1.0))
+    with pytest.raises(ValueError, match="a group of parameters is called 'all'"):
+        other.trace(tmp_path / "t.npz")
+    engine.trace(tmp_path / "t.npz")
+    with pytest.raises(ValueError, match="holds no traced step"):
+        traces.read(tmp_path / "t.npz")
+    monkeypatch.setattr(engine._ranks, "size", 2)
+    with pytest.raises(ValueError, match="isn't there for several processes"):
+        engine.trace(tmp_path / "u.npz")
 
 
 def test_without_pyarrow_the_error_says_what_to_do(engine: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -162,12 +175,6 @@ def test_without_pyarrow_the_error_says_what_to_do(engine: Any, tmp_path: Path, 
         engine.trace(tmp_path / "t.parquet")
     assert not list(tmp_path.iterdir())
     engine.trace(tmp_path / "t.npz")
-
-
-def test_a_trace_without_steps_is_said_to_be_one(engine: Any, tmp_path: Path) -> None:
-    engine.trace(tmp_path / "t.npz")
-    with pytest.raises(ValueError, match="holds no traced step"):
-        traces.read(tmp_path / "t.npz")
 
 
 def test_compiled_steps_are_not_traced(engine: Any, tmp_path: Path) -> None:
@@ -180,19 +187,6 @@ def test_compiled_steps_are_not_traced(engine: Any, tmp_path: Path) -> None:
         engine.trace(tmp_path / "u.npz")
     assert not (tmp_path / "u.npz").exists()
     assert engine.trace(None) is None
-
-
-def test_several_processes_are_not_traced(engine: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(engine._ranks, "size", 2)
-    with pytest.raises(ValueError, match="isn't there for several processes"):
-        engine.trace(tmp_path / "t.npz")
-
-
-def test_a_group_with_the_name_of_the_whole_is_refused(tmp_path: Path) -> None:
-    groups = {"all": ["0.*"], "rest": ["2.*"]}
-    engine = runs.engine_for(runs.network(), clipping=c.Grouped(groups, max_norm=1.0))
-    with pytest.raises(ValueError, match="a group of parameters is called 'all'"):
-        engine.trace(tmp_path / "t.npz")
 
 
 def test_a_disk_that_is_full_ends_the_trace_and_not_the_run(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import private_runs as runs
 import pytest
-from scripts import ROOT, script
+from scripts import ran, script
 
 from ghostclip import clipping as c
 from ghostclip import traces
@@ -128,8 +128,7 @@ def test_a_trace_takes_less_than_two_percent_as_published() -> None:
 @pytest.mark.slow
 def test_mislabelled_digits_are_found(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    assert script("mislabelled").main(["--seeds", "1", "--epochs", "5", "--out", str(tmp_path)]) == 0
-    results = json.loads((tmp_path / "mislabelled.json").read_text())
+    results, _ = ran(script("mislabelled"), tmp_path, "--seeds", "1", "--epochs", "5")
     assert results["flipped"] == 90
     assert results["epochs"][-1]["norm"]["found"]["median"] > 0.6
     assert results["epochs"][-1]["norm"]["area"]["median"] > 0.95
@@ -144,12 +143,3 @@ def test_labels_are_flipped_to_other_classes() -> None:
     assert int(flipped.sum()) == int(others.sum()) == 90
     assert (one != right)[flipped & ~others].all()
     assert (one == other)[~flipped & ~others].all()
-
-
-@pytest.mark.parametrize("name", ["trace_cost", "mislabelled"])
-def test_the_page_has_the_results_tables(name: str) -> None:
-    page, results = (ROOT / "docs" / "observation.md").read_text(), ROOT / "experiments" / "results"
-    text = (results / f"{name}.md").read_text()
-    assert text == script(name).markdown(json.loads((results / f"{name}.json").read_text()))
-    table = "\n".join(line for line in text.splitlines() if line.startswith("|"))
-    assert f"\n\n{table}\n\n" in page

@@ -15,56 +15,46 @@ def compiled():
         pytest.skip("no C compiler here")
 
 
-TERMS = {
-    "lookups": lambda gradients, indices: LookupGrads(indices, gradients, torch.Size((4, 5))),
-    "bags": lambda gradients, indices: BagGrads(gradients[:, 0], indices, None, torch.Size((4, 5))),
-    "weighted bags": lambda gradients, indices: BagGrads(
-        gradients[:, 0], indices, gradients[:, :, 1], torch.Size((4, 5))
-    ),
+def convolution(stride, groups, keep):
+    """What a term of gradients and images of 3 examples says, from those images [3, 4, 7, 6]."""
+    shape, geometry = torch.Size((6, 4 // groups, 3, 2)), Geometry((stride, 1), (1, 0), (1, 2), groups)
+    return lambda grads, images: ConvGrads._by_shifts(ConvGrads(images, grads, shape, geometry), keep)
+
+
+def rows_of(make):
+    return lambda gradients, indices: make(gradients, indices).closed_form(False)
+
+
+TABLE = torch.Size((4, 5))
+# What is asked of two tensors, and the shapes of both; the second of rows holds indices.
+ASKED = {
+    "lookups": (rows_of(lambda g, indices: LookupGrads(indices, g, TABLE)), (3, 8, 5), (3, 8)),
+    "bags": (rows_of(lambda g, indices: BagGrads(g[:, 0], indices, None, TABLE)), (3, 8, 5), (3, 8)),
+    "weighted bags": (rows_of(lambda g, indices: BagGrads(g[:, 0], indices, g[:, :, 1], TABLE)), (3, 8, 5), (3, 8)),
+    **{f"stride, {keep}": (convolution(2, 1, keep), (3, 6, 4, 4), (3, 4, 7, 6)) for keep in (False, True)},
+    **{f"groups, {keep}": (convolution(1, 2, keep), (3, 6, 7, 4), (3, 4, 7, 6)) for keep in (False, True)},
 }
 
 
-def convolution(dtype, stride=1, groups=1):
-    """Gradients and images of 3 examples, and what is a term of them."""
-    images = torch.randn(3, 4, 7, 6, dtype=dtype)
-    shape, geometry = torch.Size((6, 4 // groups, 3, 2)), Geometry((stride, 1), (1, 0), (1, 2), groups)
-    weight = torch.zeros(shape, dtype=dtype)
-    places = torch.nn.functional.conv2d(
-        images, weight, None, geometry.stride, geometry.padding, geometry.dilation, groups
-    )
-    return [torch.randn_like(places), images], lambda grads, images: ConvGrads(images, grads, shape, geometry)
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("options", [{"stride": 2}, {"groups": 2}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_a_graph_of_a_convolution_gives_what_the_call_gives(dtype, options, keep):
-    inputs, term = convolution(dtype, **options)
+@pytest.mark.parametrize("name", ASKED)
+def test_a_graph_gives_what_the_call_gives(name, dtype):
+    ask, first, second = ASKED[name]
+
+    def inputs():
+        draw = torch.randint(0, 4, second) if len(second) == 2 else torch.randn(second, dtype=dtype)
+        return torch.randn(first, dtype=dtype), draw
 
     def answer(*inputs):
-        found = ConvGrads._by_shifts(term(*inputs), keep)
-        return [found.squared_norms] + ([found.kept] if keep else [])
-
-    graph = make_fx(answer)(*inputs)
-    other, _ = convolution(dtype, **options)
-    for found, expected in zip(graph(*other), answer(*other), strict=True):
-        assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("name", TERMS)
-def test_a_graph_gives_what_the_call_gives(name, dtype):
-    def inputs():
-        return torch.randn(3, 8, 5, dtype=dtype), torch.randint(0, 4, (3, 8))
-
-    def answer(gradients, indices):
-        return TERMS[name](gradients, indices).closed_form(False).squared_norms
+        found = ask(*inputs)
+        return [found.squared_norms, *([] if found.kept is None else [found.kept])]
 
     graph = make_fx(answer)(*inputs())
     called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     assert any(name.startswith("ghostclip.") for name in called), called
     other = inputs()
-    assert torch.equal(graph(*other), answer(*other))
+    for found, expected in zip(graph(*other), answer(*other), strict=True):
+        assert torch.equal(found, expected)
 
 
 AXES = [3, 2], [2, 1], [1, 0], [1, 2]

@@ -26,36 +26,27 @@ def settings():
         return [*found, None]
 
 
-def by_the_older_setting():
-    torch.set_float32_matmul_precision("medium")
+# What users may set, in this order: the older setting, that of the device, that of all operations.
+WAYS = {
+    "by_the_older_setting": ("medium", None, None),
+    "by_the_older_setting_for_gpus": ("high", None, None),
+    "by_device": (None, "bf16", None),
+    "by_device_and_the_older": ("high", "bf16", None),
+    "for_all_operations": (None, "none", "bf16"),
+}
 
 
-def by_the_older_setting_for_gpus():
-    torch.set_float32_matmul_precision("high")
-
-
-def by_device():
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-
-
-def by_device_and_the_older():
-    torch.set_float32_matmul_precision("high")
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-
-
-def for_all_operations():
-    torch.backends.mkldnn.matmul.fp32_precision = "none"
-    torch.backends.fp32_precision = "bf16"
-
-
-WAYS = [by_the_older_setting, by_the_older_setting_for_gpus, by_device, by_device_and_the_older, for_all_operations]
-
-
-@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+@pytest.fixture(params=WAYS)
 def narrow(request):
     """Float32 products may round to less, in one of the ways in which users say so."""
     torch.set_float32_matmul_precision("highest")
-    request.param()
+    older, device, everywhere = WAYS[request.param]
+    if older:
+        torch.set_float32_matmul_precision(older)
+    if device:
+        torch.backends.mkldnn.matmul.fp32_precision = device
+    if everywhere:
+        torch.backends.fp32_precision = everywhere
     before = settings()
     yield before
     assert settings() == before

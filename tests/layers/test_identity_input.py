@@ -6,9 +6,9 @@ import oracle
 import pytest
 import torch
 from cases import case
-from comparing import assert_close, assert_dicts_close, gradients, ready, truth, typical_norm
+from comparing import assert_close, assert_compiled_exact, assert_dicts_close, gradients, ready, truth, typical_norm
 from graphs import interpret
-from recurrent_readers import losses_of, model_of
+from recurrent_readers import model_of
 from time_traces import GATES, incoming_for, lived_through, trace_of
 from torch import nn
 
@@ -53,45 +53,29 @@ def test_gate_gradients_are_those_of_the_loop(mode, bias, parts):
 
 
 @every_row
-@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@pytest.mark.parametrize("second_pass", ["reweight", "cached", "layer by layer"])
 @pytest.mark.one_in(3)
 def test_clipped_sums_equal_the_loop_over_single_examples(name, second_pass, served):
     row = case(name)
-    max_norm = typical_norm(truth(row))
-    model, clipper, losses = ready(row, clipping=max_norm, second_pass=second_pass)
-    assert_close(clipper.backward(losses).norms, oracle.norms(truth(row)), 1e-10)
-    assert_dicts_close(gradients(model), oracle.clipped_sum(truth(row), max_norm), 1e-10)
+    expected, each = truth(row), second_pass == "layer by layer"
+    bound = typical_norm(expected)
+    options = {"clipping": PerLayer(bound)} if each else {"clipping": bound, "second_pass": second_pass}
+    model, clipper, losses = ready(row, **options)
+    result = clipper.backward(losses)
+    owners = {name.rpartition(".")[0] if each else "" for name in expected}
+    for owner in owners:
+        own = {name: grad for name, grad in expected.items() if not each or name.rpartition(".")[0] == owner}
+        sums = {name: grad for name, grad in gradients(model).items() if name in own}
+        assert_close(result.norms[owner] if each else result.norms, oracle.norms(own), 1e-10)
+        assert_dicts_close(sums, oracle.clipped_sum(own, bound / math.sqrt(len(owners))), 1e-10)
     assert served or name in LEFT
-
-
-@every_row
-def test_sums_clipped_layer_by_layer_equal_the_loop_over_single_examples(name, served):
-    row = case(name)
-    expected, is_left = truth(row), name in LEFT
-    model, clipper, losses = ready(row, clipping=PerLayer(typical_norm(expected)))
-    clipper.backward(losses)
-    layers = {name.rpartition(".")[0] for name in expected}
-    bound, sums = typical_norm(expected) / math.sqrt(len(layers)), {}
-    for name, grad in expected.items():
-        mates = {other: g for other, g in expected.items() if other.rpartition(".")[0] == name.rpartition(".")[0]}
-        sums[name] = torch.einsum("b,b...->...", oracle.clip_weights(mates, bound), grad)
-    assert_dicts_close(gradients(model), sums, 1e-10)
-    assert served or is_left
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 def test_it_goes_back_inside_of_an_operation_of_a_graph(name, served, monkeypatch):
     interpret(monkeypatch)
-    found, batch = [], (torch.randn(5, 7, 3, dtype=torch.float64),)
-    for options in ({"compile": True}, {}):
-        model = model_of(name)
-        clipper = ghostclip.GhostClipper(model, 0.5, second_pass="cached", **options)
-        for _ in range(3):
-            model.zero_grad()
-            clipper.clip(losses_of, batch)
-        assert not options or (clipper.compiled.graphs, clipper.compiled.refusals) == (1, [])
-        found.append(gradients(model))
-    assert_dicts_close(*found, 1e-10)
+    x = torch.randn(5, 7, 3, dtype=torch.float64)
+    assert_compiled_exact(model_of(name), x, lambda losses: losses, second_pass="cached")
     assert served
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from case_models import Wired
 from comparing import assert_close, assert_exact_by_losses
 
 import ghostclip
@@ -101,33 +102,19 @@ def test_wrong_calls_of_a_bag_fail_in_torchs_words(mode):
 def test_bags_that_are_in_another_order_than_examples():
     torch.manual_seed(0)
     bag = torch.nn.EmbeddingBag(5, 3, mode="sum").double()
-    model = _Calls(bag, lambda m, x: m(x) + m(x.roll(1, 0)).square().roll(-1, 0))
+    model = Wired(lambda m, x: m.bag(x) + m.bag(x.roll(1, 0)).square().roll(-1, 0), bag=bag)
     assert_exact_by_losses(ghostclip.GhostClipper(model), model(torch.randint(5, (4, 3))).square().sum(1))
-
-
-class _Calls(torch.nn.Module):
-    def __init__(self, layer, wiring):
-        super().__init__()
-        self.layer, self.wiring = layer, wiring
-
-    def forward(self, *inputs):
-        return self.wiring(self.layer, *inputs)
 
 
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize(
-    "layer",
-    [
-        torch.nn.PReLU(4),
-        torch.nn.GroupNorm(4, 4),
-        torch.nn.ConvTranspose1d(4, 4, 1),
-    ],
-    ids=lambda layer: type(layer).__name__,
+    "layer", [torch.nn.PReLU(4), torch.nn.GroupNorm(4, 4), torch.nn.ConvTranspose1d(4, 4, 1)], ids=str
 )
 def test_examples_where_a_layer_of_channels_has_channels_or_positions_are_refused(layer, dim):
     # With as many of each, nothing about the shapes is wrong.
     torch.manual_seed(0)
-    model = ghostclip.wrap(_Calls(layer, lambda m, x: m(x.movedim(0, dim)).movedim(dim, 0)), batch_dim=dim)
+    model = Wired(lambda m, x: m.layer(x.movedim(0, dim)).movedim(dim, 0), layer=layer)
+    ghostclip.wrap(model, batch_dim=dim)
     clipper = ghostclip.GhostClipper(model)
     with pytest.raises(UnsupportedModelError, match="mix"):
         clipper.norms(model(torch.randn(4, 4, 4)).flatten(1).cos().sum(1))

@@ -1,4 +1,4 @@
-"""Gram norms by compiled C beside those by batched products."""
+"""Norms of sums of outer products by Gram matrices: by compiled C, by batched products, and beside the gradients."""
 
 import pytest
 import torch
@@ -9,13 +9,8 @@ from ghostclip.norms import outer
 from ghostclip.norms.outer import OuterProduct, gram
 from ghostclip.planner import Planner
 
-
-@pytest.fixture(autouse=True)
-def compiled():
-    if library("gram") is None:
-        pytest.skip("no C compiler here")
-
-
+needs_compiler = pytest.mark.skipif(library("gram") is None, reason="no C compiler here")
+FORMS = ["gram", "half gram"] if library("gram") is not None else ["gram"]
 # Batch, positions, outputs, inputs: around the sizes of blocks, panels and the depth that C takes at a time.
 SIZES = [(1, 1, 1, 1), (3, 5, 6, 4), (2, 28, 64, 17), (9, 70, 33, 16), (0, 3, 2, 2), (2, 4, 600, 40), (3, 33, 130, 7)]
 SIZES += [
@@ -34,6 +29,7 @@ def sides(batch, positions, outputs, inputs, dtype=torch.float64):
     return (torch.randn(batch, positions, width, dtype=dtype) for width in (outputs, inputs))
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_same_as_batched_products(sizes, dtype):
@@ -43,6 +39,7 @@ def test_the_same_as_batched_products(sizes, dtype):
         assert torch.allclose(found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-12)
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("lengths", [(), (0,), (3,), (0, 1, 17, 0, 5), (16, 33, 1, 2), (1,) * 40], ids=str)
 @pytest.mark.parametrize("widths", [(1, 1), (6, 4), (130, 17), (7, 257)], ids=str)
@@ -59,6 +56,7 @@ def test_ragged_examples_are_the_same_one_by_one(lengths, widths, dtype):
     assert len(squared) == len(scale) == len(lengths)
 
 
+@needs_compiler
 def test_ragged_examples_are_shared_among_threads():
     lengths = torch.randint(0, 60, (50,))
     left, right = (torch.randn(int(lengths.sum()), 64) for _ in range(2))
@@ -74,6 +72,7 @@ def test_ragged_examples_are_shared_among_threads():
     assert all(map(torch.equal, *found))
 
 
+@needs_compiler
 def test_the_planner_may_choose_it_and_uses_it_then():
     left, right = sides(4, 6, 20, 9)
     times = iter((3.0, 2.0, 1.0))
@@ -88,3 +87,37 @@ def test_without_a_compiler_it_is_no_candidate(monkeypatch):
     left, right = sides(4, 6, 20, 9)
     term = OuterProduct(left, right, torch.Size((20, 9)))
     assert sorted(term.candidates()) == ["direct", "gram"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", [*FORMS, "direct"])
+def test_a_bad_example_stays_by_itself(name, bad):
+    left, right = sides(5, 6, 20, 9)
+    term = OuterProduct(left, right, torch.Size((20, 9)))
+    run = term.candidates()[name].run
+    clean = run(term).squared_norms
+    right[3, 2, 1] = bad
+    found = run(term).squared_norms
+    assert not found[3].isfinite()
+    assert torch.equal(found[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_cancellation_falls_back_to_the_direct_form(name):
+    right = torch.ones(2, 6, 5) + 1e-3 * torch.randn(2, 6, 5)
+    left = torch.randn(2, 6, 20)
+    left -= left.mean(1, keepdim=True)
+    term = OuterProduct(left, right, torch.Size((20, 5)))
+    exact = torch.bmm(left.double().mT, right.double()).flatten(1).square().sum(1)
+    found = term.candidates()[name].run(term).squared_norms
+    assert torch.allclose(found.double(), exact, rtol=1e-3)
+
+
+@pytest.mark.parametrize("positions", [255, 256, 257, 700])
+def test_gram_matrices_of_long_sequences_are_worked_off_in_blocks(positions):
+    left, right = sides(2, positions, 3, 4)
+    squared, scale = gram(left, right)
+    exact = OuterProduct(left, right, torch.Size((3, 4))).per_example().flatten(1).square().sum(1)
+    torch.testing.assert_close(squared, exact, rtol=1e-10, atol=0)
+    expected = (left.square().sum(2) * right.square().sum(2)).sum(1)
+    torch.testing.assert_close(scale, expected, rtol=1e-12, atol=0)

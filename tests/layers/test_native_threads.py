@@ -60,19 +60,12 @@ def test_a_part_that_fails_is_reported(kind, threads):
     assert calls.share_out(noted([], fails=True), 64, 8, 1000, (7,))
 
 
-@pytest.mark.parametrize("work", [0, 2 * calls.SHARE - 1])
-def test_little_work_stays_in_one_piece(work, monkeypatch):
+@pytest.mark.parametrize(("work", "pieces"), [(0, 1), (2 * calls.SHARE - 1, 1), (3 * calls.SHARE, 3)])
+def test_work_is_shared_among_as_many_as_it_is_worth(work, pieces, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     found: list = []
     calls.share_out(noted(found), 64, 8, work, (7,))
-    assert found == [(7, 0, 64)]
-
-
-def test_more_work_is_shared_among_as_many_as_it_is_worth(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    found: list = []
-    calls.share_out(noted(found), 64, 8, 3 * calls.SHARE, (7,))
-    assert len(found) == 3
+    assert len(found) == pieces
 
 
 def test_numbers_that_are_not_whole_go_as_their_bits():

@@ -44,12 +44,6 @@ def planner_that_measures(costs):
     return Planner(measure=lambda run, device, best: next(left))
 
 
-def forced(monkeypatch, name):
-    """A planner that finds only the candidate ``name`` worth a measurement."""
-    monkeypatch.setattr("ghostclip.planner.worth_measuring", lambda ordered, candidates: [name])
-    return Planner(measure=lambda run, device, best: 1.0)
-
-
 @pytest.mark.parametrize(("costs", "expected"), [((2.0, 1.0), "gram"), ((1.0, 2.0), "direct")])
 def test_a_changed_measurement_changes_the_plan(costs, expected):
     planner = planner_that_measures(costs)
@@ -134,16 +128,10 @@ def test_deterministic_algorithms_need_no_clock():
     assert after == long
 
 
-def test_hopeless_candidates_are_not_measured():
-    planner = planner_that_measures((1.0,))
-    _, choice = planner.answer(linear_term(positions=20000), keep=False)
-    assert (choice.name, list(choice.milliseconds)) == ("direct", ["direct"])
-
-
-def test_two_are_measured_where_there_are_two():
-    planner = planner_that_measures((1.0, 2.0))
-    _, choice = planner.answer(linear_term(positions=100), keep=False)
-    assert list(choice.milliseconds) == ["direct", "gram"]
+@pytest.mark.parametrize(("positions", "measured"), [(100, ["direct", "gram"]), (20000, ["direct"])])
+def test_hopeless_candidates_are_not_measured(positions, measured):
+    _, choice = planner_that_measures((1.0, 2.0)).answer(linear_term(positions), keep=False)
+    assert (choice.name, list(choice.milliseconds)) == ("direct", measured)
 
 
 def test_larger_batches_share_a_measurement_and_it_is_made_on_a_sample():
@@ -169,10 +157,6 @@ def test_a_beaten_candidate_is_run_once_and_a_close_one_again():
     assert len(runs) == 1 + 4
 
 
-NAMES = [("linear", name) for name in ("gram", "direct")]
-NAMES += [("convolution", name) for name in ("patches", "gram", "windows")]
-
-
 @pytest.mark.parametrize("case", ["linear 3-D", "linear 3-D long", "conv2d padding", "conv2d groups"])
 def test_every_layer_with_a_choice_shows_two_costs(case):
     _, clipper, losses = ready(find(case))
@@ -180,14 +164,3 @@ def test_every_layer_with_a_choice_shows_two_costs(case):
     rows = [row for row in clipper.explain() if row.parameter == "weight"]
     assert rows
     assert all(len(row.milliseconds) >= 2 for row in rows)
-
-
-def test_the_cost_of_the_sum_counts():
-    term = convolution_term()
-    some = {name: strategy for name, strategy in term.candidates().items() if name in ("windows", "patches")}
-    term.candidates = lambda: some
-    planner = planner_that_measures((5.0, 3.0, 20.0))
-    _, choice = planner.answer(term, keep=True, room=0)
-    cheap, dear = sorted(some, key=lambda name: some[name].flops)
-    assert (choice.name, choice.keep) == (cheap, False)
-    assert choice.milliseconds == {cheap: 3.0 + 5.0, dear: 20.0 + 5.0}

@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from case_types import project
-from comparing import assert_close, assert_dicts_close, gradients
+from comparing import assert_close, assert_compiled_exact, assert_dicts_close, assert_exact, gradients
 from declared_layers import declared
 from graphs import interpret
 from torch import nn
@@ -72,19 +72,8 @@ def made(name, times=1, batch=4):
 )
 def test_declared_layers_are_the_loop(name, times, options):
     model, x = made(name, times)
-    expected = oracle.per_example_grads(model, project, (x,))
-    clipper = ghostclip.GhostClipper(model, 0.5, **options)
-    result = clipper.backward(project(model(x)))
-    assert_close(result.norms, oracle.norms(expected), 1e-10)
-    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.5), 1e-10)
+    clipper = assert_exact(model, x, **options)
     assert {row.rule for row in clipper.explain()} == {f"{SAME[name][1].__name__} (declared)"}
-
-
-@same
-def test_without_the_declaration_there_is_another_rule(name):
-    model, _ = made(name)
-    DECLARED.clear()
-    assert not any("declared" in row.rule for row in ghostclip.GhostClipper(model).explain())
 
 
 def test_a_declared_model_has_no_findings():
@@ -96,9 +85,8 @@ def test_a_declared_model_has_no_findings():
 def test_a_declaration_covers_no_subclass():
     ghostclip.same_as(mine.MyLinear, nn.Linear)
     model, x = nn.Sequential(mine.SubclassOfMine(3, 4)).double(), torch.randn(5, 3).double()
-    expected = oracle.per_example_grads(model, project, (x,))
-    assert not isinstance(ghostclip.wrap(model)[0], Declared)
-    assert_close(ghostclip.GhostClipper(model).norms(project(model(x))), oracle.norms(expected), 1e-10)
+    assert_exact(model, x)
+    assert not isinstance(model[0], Declared)
 
 
 def test_a_parametrization_takes_a_module_out():
@@ -129,14 +117,6 @@ def test_the_forward_of_the_class_runs_once_for_each_module_and_mode(monkeypatch
     assert mine.MyLinear.calls == 8
 
 
-def test_a_forward_of_the_class_that_is_replaced_is_verified_anew(monkeypatch):
-    model, x = declared(mine.MyLinear, nn.Linear, 3, 4), torch.randn(5, 3)
-    model(x)
-    monkeypatch.setattr(mine.MyLinear, "forward", mine.Doubled.forward)
-    with pytest.raises(UnsupportedModelError, match="other values"):
-        model(x)
-
-
 def test_an_engine_s_trials_verify_once(monkeypatch):
     monkeypatch.setattr(mine.MyLinear, "calls", 0)
     model = declared(mine.MyLinear, nn.Linear, 3, 2)
@@ -147,14 +127,6 @@ def test_an_engine_s_trials_verify_once(monkeypatch):
         for batch in engine.batches():
             engine.step(batch, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="none"))
     assert mine.MyLinear.calls == 1  # trials of the self-check have gradients, too
-
-
-@pytest.mark.parametrize("batch", [torch.zeros(0, 3), torch.full((2, 3), torch.nan)], ids=["empty", "not finite"])
-def test_a_batch_that_shows_nothing_verifies_nothing(batch):
-    model = declared(mine.Doubled, nn.Linear, 3, 4)
-    assert model(batch).shape == (len(batch), 4)
-    with pytest.raises(UnsupportedModelError, match="other values"):
-        model(torch.randn(5, 3))
 
 
 def test_an_example_that_is_not_finite_is_in_nobody_s_way():
@@ -179,28 +151,11 @@ def test_what_a_forward_would_do_later_is_not_done():
     assert_close(found, oracle.norms(expected), 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "shape"),
-    [(mine.FlaggedLinear, nn.Module.eval, (5, 3)), (mine.ShapeLinear, nn.Module.train, (5, 2, 3))],
-)
-def test_another_mode_or_number_of_dimensions_is_verified_anew(kind, change, shape):
-    model = declared(kind, nn.Linear, 3, 4)
-    model(torch.randn(5, 3))
-    with pytest.raises(UnsupportedModelError, match="other values"):
-        change(model)(torch.randn(shape))
-
-
 def test_keywords_are_those_of_torch_s_forward():
     model = declared(mine.MyLinear, nn.Linear, 3, 4)
     model[1](torch.randn(5, 3))
     with pytest.raises(UnsupportedModelError, match=r"can't be called so.*unexpected keyword argument 'x'"):
         model[1](x=torch.randn(5, 3))
-
-
-class DoubledLSTM(nn.LSTM):
-    def forward(self, x, state=None):
-        output, last = super().forward(x, state)
-        return output._replace(data=2 * output.data), last
 
 
 def test_packed_sequences_are_compared():
@@ -210,7 +165,7 @@ def test_packed_sequences_are_compared():
     plain.load_state_dict(model[1].state_dict())
     assert torch.equal(model(x)[0].data, plain(x)[0].data)
     with pytest.raises(UnsupportedModelError, match="other values"):
-        declared(DoubledLSTM, nn.LSTM, 5, 4)(x)
+        declared(mine.DoubledLSTM, nn.LSTM, 5, 4)(x)
 
 
 def test_hooks_run_once():
@@ -267,7 +222,7 @@ def test_under_activation_checkpointing():
 
 
 def test_under_autocast():
-    model = declared(mine.AutocastLinear, nn.Linear, 3, 4)
+    model = declared(mine.FlaggedLinear, nn.Linear, 3, 4)  # torch's function, which autocast knows
     twin = ghostclip.wrap(nn.Sequential(nn.Identity(), nn.Linear(3, 4)))
     twin.load_state_dict(model.state_dict())
     x = torch.randn(5, 3)
@@ -307,21 +262,13 @@ def test_rows_that_all_examples_share(kind):
             return self.head(x + self.layer(torch.arange(6.0, dtype=x.dtype).view(1, 2, 3)))
 
     ghostclip.same_as(kind, nn.Linear)
-    model, x = Places().double(), torch.randn(5, 2, 4).double()
-    expected = oracle.per_example_grads(model, project, (x,))
-    ghostclip.GhostClipper(model, 0.5).backward(project(model(x)))
-    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.5), 1e-10)
+    assert_exact(Places().double(), torch.randn(5, 2, 4).double())
 
 
 @pytest.mark.parametrize("second_pass", ["cached", "reweight"])
 def test_compiled_steps(second_pass, monkeypatch):
     interpret(monkeypatch)
     model, x = made("linear")
-    losses = lambda outputs: sum(out.square().sum(1) for out in outputs)  # noqa: E731
-    expected = oracle.per_example_grads(model, losses, (x,))
-    clipper = ghostclip.GhostClipper(model, 0.5, compile=True, second_pass=second_pass)
-    for _ in range(3):
-        model.zero_grad()
-        clipper.clip(lambda m, b: losses(m(b)), x)
-    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.5), 1e-10)
-    assert (clipper.compiled.graphs, clipper.compiled.refusals) == (1, [])
+    assert_compiled_exact(
+        model, x, lambda outputs: sum(out.square().sum(1) for out in outputs), second_pass=second_pass
+    )

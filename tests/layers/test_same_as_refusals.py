@@ -57,12 +57,37 @@ def test_what_differs_is_refused_on_first_use_and_leaves_no_trace(name, grad):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_another_gradient_is_found_after_a_forward_without():
-    model = declared(mine.DetachedBias, nn.Linear, 3, 4)
-    with torch.no_grad():
-        model(torch.randn(5, 3))
-    with pytest.raises(UnsupportedModelError, match="not its gradient"):
-        model(torch.randn(5, 3))
+REPLACED, ROWS = mine.linear("Replaced"), torch.randn(5, 3)
+
+
+def replace_forward(model):
+    model(ROWS)
+    REPLACED.forward = mine.Doubled.forward
+
+
+# name: (class, a use that shows no difference, the use that does, words of the error)
+LATER = {
+    "an empty batch": (mine.Doubled, lambda model: model(ROWS[:0]), lambda model: model(ROWS), "other values"),
+    "nothing finite": (mine.Doubled, lambda model: model(ROWS / 0), lambda model: model(ROWS), "other values"),
+    "no gradient": (
+        mine.DetachedBias,
+        torch.no_grad()(lambda model: model(ROWS)),
+        lambda model: model(ROWS),
+        "not its",
+    ),
+    "train mode": (mine.FlaggedLinear, lambda model: model(ROWS), lambda model: model.eval()(ROWS), "other values"),
+    "no time": (mine.ShapeLinear, lambda model: model(ROWS), lambda model: model(ROWS.expand(2, 5, 3)), "other values"),
+    "another forward": (REPLACED, replace_forward, lambda model: model(ROWS), "other values"),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_difference_is_found_when_it_shows(name):
+    kind, first, then, words = LATER[name]
+    model = declared(kind, nn.Linear, 3, 4)
+    first(model)
+    with pytest.raises(UnsupportedModelError, match=words):
+        then(model)
 
 
 def weight_normed(module):

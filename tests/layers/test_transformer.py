@@ -106,22 +106,6 @@ def test_dropout_draws_what_torch_draws_and_is_the_same_in_both_passes():
         torch.testing.assert_close(parameter.grad, clipped, rtol=1e-8, atol=1e-12)
 
 
-def test_added_positions_that_a_causal_hint_hides():
-    attention = torch_nn.MultiheadAttention(8, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True)
-    mask = torch_nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
-    hints = {"attn_mask": mask, "is_causal": True, "need_weights": False}
-    model = Wired(lambda m, x: m.attention(x, x, x, **hints)[0], attention=attention).double()
-    assert exact_or_refused(model, (torch.randn(3, 5, 8, dtype=torch.float64),)) is None
-
-
-def test_masks_that_torch_finds_to_be_causal():
-    mask = torch_nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
-    inputs = torch.randn(2, 3, 5, 8, dtype=torch.float64).unbind()
-    for model in (encoder(torch_nn), decoder(nn).eval(), whole(nn).eval()):
-        masked = Wired(lambda m, *x: m.model(*x, mask), model=model)
-        assert exact_or_refused(masked, inputs[: 1 if isinstance(model, torch_nn.TransformerEncoder) else 2]) is None
-
-
 @pytest.mark.parametrize("build", [encoder, whole], ids=["encoder", "whole"])
 def test_the_fast_attention_kernel_is_used_and_no_other(build, monkeypatch):
     fast, calls = functional.scaled_dot_product_attention, []
@@ -143,19 +127,44 @@ class Gated(nn.TransformerEncoderLayer):
         return torch.sigmoid(self.gate(src)) * super().forward(src, src_mask, src_key_padding_mask, is_causal)
 
 
-def test_a_users_layer_made_of_one_is_exact():
+def hidden_positions():
+    """Added positions that a causal hint hides."""
+    attention = torch_nn.MultiheadAttention(8, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True)
+    hints = {"attn_mask": MASK, "is_causal": True, "need_weights": False}
+    return Wired(lambda m, x: m.attention(x, x, x, **hints)[0], attention=attention)
+
+
+def masked(model):
+    """With a mask that torch finds to be causal."""
+    return Wired(lambda m, *x: m.model(*x, MASK), model=model)
+
+
+MASK = torch_nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+# name: model, number of inputs [5, 5, 8] (as many steps as examples), where examples are
+EXACT = {
+    "added positions": (hidden_positions, 1, 0),
+    "causal encoder": (lambda: masked(encoder(torch_nn)), 1, 0),
+    "causal decoder": (lambda: masked(decoder(nn).eval()), 2, 0),
+    "causal transformer": (lambda: masked(whole(nn).eval()), 2, 0),
+    "a user's": (
+        lambda: torch_nn.Sequential(Gated(8), nn.TransformerEncoder(Gated(8), 1, enable_nested_tensor=False)), 1, 0,
+    ),
+    "ours, time first": (lambda: nn.TransformerEncoderLayer(**SMALL, dropout=0.0), 1, 1),
+    "torch's, time first": (lambda: torch_nn.TransformerEncoderLayer(**SMALL, dropout=0.0), 1, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_models_of_them_are_exact(name):
+    build, count, dim = EXACT[name]
+    inputs = torch.randn(count, 5, 5, 8, dtype=torch.float64).unbind()
+    assert exact_or_refused(build().double(), inputs, [dim] * count, partial(project, batch_dim=dim)) is None
+
+
+def test_a_users_layer_made_of_one_has_its_own_signature():
     assert inspect.signature(Gated) == inspect.signature(Gated.__init__, follow_wrapped=False).replace(
         parameters=[inspect.Parameter("width", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     )
-    model = torch_nn.Sequential(Gated(8), nn.TransformerEncoder(Gated(8), 1, enable_nested_tensor=False)).double()
-    assert exact_or_refused(model, (torch.randn(3, 4, 8, dtype=torch.float64),)) is None
-
-
-@pytest.mark.parametrize("namespace", [nn, torch_nn], ids=["ours", "torchs"])
-def test_without_batch_first_the_parts_learn_where_examples_are(namespace):
-    model = namespace.TransformerEncoderLayer(**SMALL, dropout=0.0).double()
-    x = torch.randn(5, 5, 8, dtype=torch.float64)  # as many steps as examples
-    assert exact_or_refused(model, (x,), [1], partial(project, batch_dim=1)) is None
 
 
 def test_what_the_user_says_of_examples_stands():

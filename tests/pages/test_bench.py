@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_bench import TINY, broken, unable
 
-from ghostclip.bench import CONTENDERS, WORKLOADS, Contender, Workload, compare, line_up
+from ghostclip.bench import CONTENDERS, WORKLOADS, Contender, Workload, compare, line_up, naive
 from ghostclip.bench.contenders import by_filling_gradients
 from ghostclip.bench.losses import class_losses, token_losses
 from ghostclip.bench.measure import Spread, Timings, take_turns
@@ -202,3 +202,32 @@ def test_names_and_sets_are_consistent():
     assert all(name == entry.name for name, entry in CONTENDERS.items())
     assert CONTENDERS.keys() - OWN == {"multiloss"}
     assert sorted(name for names in SETS.values() for name in names) == sorted(WORKLOADS)
+
+
+def loss_fn(model, batch):
+    return class_losses(model(batch[0]), batch[1])
+
+
+def summed(model, method, *batches):
+    """What the calls with these batches add to p.grad, in one vector, and the norms of the last."""
+    model.zero_grad()
+    for batch in batches:
+        norms = method(model, loss_fn, batch, 2.0)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([grad.flatten() for grad in grads]), norms
+
+
+@pytest.mark.parametrize("method", [naive.nxbp, naive.multiloss])
+def test_naive_calls_add_up_and_leave_out_what_is_not_finite(method):
+    torch.manual_seed(0)
+    model, (inputs, targets) = TINY.model().double(), TINY.batch(6)
+    model.unused = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    batch = [inputs.double(), targets]
+    none, start, end = ([part[rows] for part in batch] for rows in (slice(0, 0), slice(0, 2), slice(2, 6)))
+    torch.testing.assert_close(summed(model, method, none, start, end)[0], summed(model, method, batch)[0])
+    assert summed(model, method, none)[1].shape == (0,)
+    others, _ = summed(model, method, [part[1:] for part in batch])
+    batch[0][0, 0] = math.nan
+    found, norms = summed(model, method, batch)
+    assert torch.isfinite(norms).tolist() == [False] + [True] * 5
+    torch.testing.assert_close(found, others)

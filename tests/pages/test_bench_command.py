@@ -117,11 +117,6 @@ def test_no_workload_is_begun_when_the_minutes_are_over(monkeypatch, capsys):
     assert "| second |" not in shown.out
 
 
-def test_help_has_an_example(capsys):
-    assert main(["--help"]) == 0
-    assert "example: ghostclip bench " in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "words",
     [

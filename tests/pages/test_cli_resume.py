@@ -1,6 +1,5 @@
 """`ghostclip train --checkpoint` and `--resume`: a run that was interrupted or killed ends as it should have."""
 
-import json
 import math
 import signal
 import subprocess
@@ -11,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from commands import as_json
 
 from ghostclip import accounting, checkpoint
 from ghostclip.cli import main, methods, train
 from ghostclip.ledger import Ledger
 
 # Two epochs of three steps.
-RUN = ["train", "--model", "mlp", "--noise-multiplier", "1", "--batch-size", "500", "--epochs", "2", "--json"]
+RUN = ["train", "--model", "mlp", "--noise-multiplier", "1", "--batch-size", "500", "--epochs", "2"]
 STEPS = 6
 
 
@@ -36,8 +36,7 @@ def steps_at(folder: Path) -> int:
 
 
 def trained(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
-    assert main([*RUN, *map(str, arguments)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = as_json(capsys, *RUN, *arguments)
     (run,), (losses,) = found["runs"], found["not_private"]["losses"].values()
     return run | {"losses": losses}
 
@@ -92,35 +91,6 @@ def test_every_so_many_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert steps_at(tmp_path / "run") == STEPS
     assert steps_at(checkpoint.previous_of(tmp_path / "run")) == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.ledger", "run", "run.previous"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--resume"], "--resume needs --checkpoint DIR"),
-        (["--every", "2"], "--every needs --checkpoint DIR"),
-        (["--checkpoint", "run", "--resume"], "there is no checkpoint at run to go on from; leave out --resume"),
-        (["--checkpoint", "there"], "there is a checkpoint at there; add --resume to go on from it"),
-        (["--checkpoint", "run", "--compare"], "give --checkpoint or --compare, not both"),
-        (
-            ["--checkpoint", "run", "--method", "nxbp"],
-            "--method nxbp is there for comparison and keeps no --checkpoint",
-        ),
-        (["--checkpoint", "run", "--every", "0"], "every must be a whole number >= 1; got 0"),
-    ],
-)
-def test_what_does_not_go_together(
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "manifest.json").touch()
-    assert main([*RUN, *arguments]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_other_settings_are_refused_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ import types
 
 import pytest
 import torch
-from data_files import write_adult, write_cifar, write_images, write_imdb, write_mnist
+from commands import as_json
+from data_files import digits, write_adult, write_cifar, write_images, write_imdb, write_mnist
 
 import ghostclip
-from ghostclip import accounting, datasets
+from ghostclip import accounting
 from ghostclip.cli import main, summary, train, training
 from ghostclip.cli.methods import METHODS, Settings
 from ghostclip.cli.plan import NOISE_PER_STEP, learning_rate
@@ -21,13 +22,7 @@ from ghostclip.cli.training import train as train_once
 from ghostclip.engine import micro_batching
 
 PRIVATE = [method for method in METHODS if method != "nonprivate"]
-QUICK = ["--epochs", "1", "--no-compare", "--json"]
-
-
-def trained(capsys, *arguments) -> dict:
-    """The JSON that a run prints."""
-    assert main(["train", *map(str, arguments)]) == 0
-    return json.loads(capsys.readouterr().out)
+QUICK = ["--epochs", "1", "--no-compare"]
 
 
 def settings(method: str, **changes) -> Settings:
@@ -39,16 +34,9 @@ def settings(method: str, **changes) -> Settings:
     return Settings(**values | changes)
 
 
-def forty_digits() -> datasets.Data:
-    """A data set of 40 examples, all of which are in every batch of 40."""
-    data = datasets.digits()
-    part = torch.utils.data.TensorDataset(*(tensor[:40] for tensor in data.train.tensors))
-    return datasets.Data("digits", part, part, data.input_shape, data.classes)
-
-
 @pytest.mark.parametrize("method", PRIVATE)
 def test_every_private_method_takes_the_same_steps(method):
-    data = forty_digits()
+    data = digits(40)
     plain = train_once(settings("nonprivate", max_norm=1.0, noise_multiplier=None), data, "plain", lambda *step: None)
     private = train_once(settings(method), data, "private", lambda *step: None)
     assert private.run.losses == pytest.approx(plain.run.losses, rel=1e-4)
@@ -60,7 +48,7 @@ def test_every_private_method_takes_the_same_steps(method):
 
 @pytest.mark.parametrize("method", PRIVATE)
 def test_every_private_method_clips_and_charges(method):
-    data = forty_digits()
+    data = digits(40)
     before = build("mlp", data, seed=3)
     outcome = train_once(
         settings(method, max_norm=1e-3, noise_multiplier=1e-3, epochs=1), data, "private", lambda *step: None
@@ -77,14 +65,14 @@ def test_every_private_method_clips_and_charges(method):
 @pytest.mark.parametrize("method", PRIVATE)
 @pytest.mark.one_in(6)
 def test_noise_is_fresh_in_every_run_and_the_seed_is_of_the_weights(method):
-    data = forty_digits()
+    data = digits(40)
     runs = [train_once(settings(method, noise_multiplier=0.5), data, "private", lambda *step: None) for _ in range(2)]
     assert runs[0].run.losses[0] == pytest.approx(runs[1].run.losses[0])
     assert runs[0].run.losses[1] != runs[1].run.losses[1]
 
 
 def test_building_leaves_torch_s_generator_alone():
-    data = forty_digits()
+    data = digits(40)
     state = torch.get_rng_state()
     first, second, other = (next(build("mlp", data, seed).parameters()) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), state)
@@ -95,8 +83,8 @@ def test_building_leaves_torch_s_generator_alone():
 @pytest.mark.slow
 def test_target_is_met_and_reported(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(train, "MARKS", 2)
-    found = trained(
-        capsys, "--model", "mlp", "--epsilon", "2", "--batch-size", "300", "--report", tmp_path / "r", *QUICK
+    found = as_json(
+        capsys, "train", "--model", "mlp", "--epsilon", "2", "--batch-size", "300", "--report", tmp_path / "r", *QUICK
     )
     assert found == json.loads((tmp_path / "r" / "report.json").read_text()) | {
         "report": str(tmp_path / "r" / "index.html")
@@ -138,9 +126,9 @@ def test_the_size_of_physical_batches_is_found_within_the_limit(capsys, monkeypa
     monkeypatch.setattr(
         ghostclip.GhostClipper, "norms", lambda self, losses: sizes.append(len(losses)) or norms(self, losses)
     )
-    found = trained(
-        capsys, "--model", "mlp", "--noise-multiplier", "1", "--max-physical-batch-size", "auto", "--report", tmp_path,
-        *([] if text is None else ["--memory-limit", text]), *QUICK,
+    found = as_json(
+        capsys, "train", "--model", "mlp", "--noise-multiplier", "1", "--max-physical-batch-size", "auto",
+        "--report", tmp_path, *([] if text is None else ["--memory-limit", text]), *QUICK,
     )  # fmt: skip
     assert (found["settings"]["max_physical_batch_size"], found["settings"]["memory_limit"]) == ("auto", limit)
     assert given == [limit]
@@ -190,13 +178,13 @@ def test_compilation_and_evaluation_are_not_called_training(monkeypatch):
     monkeypatch.setattr(training, "time", types.SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     monkeypatch.setattr(training, "seconds_compiling", lambda: next(compiled, 0.25))
     monkeypatch.setattr(training, "accuracy", lambda *_: 0.5 + 0 * sum(next(ticks) for _ in range(100)))
-    outcome = train_once(settings("auto"), forty_digits(), "private", lambda *step: None, epoch=1)
+    outcome = train_once(settings("auto"), digits(40), "private", lambda *step: None, epoch=1)
     assert (outcome.run.seconds, outcome.run.compilation_seconds) == (1.75, 0.25)
     assert outcome.run.accuracies == [0.5, 0.5]
 
 
 def test_epochs_that_were_not_evaluated_are_gaps():
-    data, model = forty_digits(), build("mlp", forty_digits(), seed=3)
+    data, model = digits(40), build("mlp", digits(40), seed=3)
     found: list[float] = []
     for steps in (5, 6):  # of which a resumed run has taken five elsewhere
         training.Evaluation(model, data.test, 2).after(steps, found)
@@ -211,7 +199,7 @@ def test_results_are_shown_where_the_report_cannot_be_written(capsys, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(train.report, "write", full)
-    arguments = ["--model", "mlp", "--noise-multiplier", "1", "--report", str(tmp_path), *QUICK]
+    arguments = ["--model", "mlp", "--noise-multiplier", "1", "--report", str(tmp_path), "--json", *QUICK]
     assert main(["train", *arguments]) == 2
     shown = capsys.readouterr()
     assert json.loads(shown.out)["report"] is None
@@ -227,7 +215,7 @@ def test_training_without_noise_is_not_called_private(capsys):
 
 
 def test_nonprivate_training_spends_no_epsilon(capsys):
-    found = trained(capsys, "--model", "mlp", "--method", "nonprivate", *QUICK)
+    found = as_json(capsys, "train", "--model", "mlp", "--method", "nonprivate", *QUICK)
     assert found["runs"][0]["epsilons"] == {}
     assert found["privacy"] is None
     assert found["settings"]["noise_multiplier"] is None
@@ -235,7 +223,7 @@ def test_nonprivate_training_spends_no_epsilon(capsys):
 
 @pytest.mark.slow
 def test_no_noise_is_infinite_epsilon(capsys, tmp_path):
-    found = trained(capsys, "--model", "mlp", "--noise-multiplier", "0", "--report", tmp_path, *QUICK)
+    found = as_json(capsys, "train", "--model", "mlp", "--noise-multiplier", "0", "--report", tmp_path, *QUICK)
     assert found["runs"][0]["epsilons"] == {"PLD": "inf", "RDP": "inf"}
     assert (tmp_path / "norms.png").exists()
     assert not (tmp_path / "epsilon.png").exists()
@@ -257,7 +245,7 @@ def test_every_format_trains(capsys, tmp_path, data, write, model):
     write(tmp_path)
     words = ["--vocabulary", tmp_path / "words.txt"] if data == "imdb" else []
     where = ["--data", data, "--data-dir", tmp_path, *words]
-    found = trained(capsys, *where, "--model", model, "--noise-multiplier", "1", "--batch-size", "2", *QUICK)
+    found = as_json(capsys, "train", *where, "--model", model, "--noise-multiplier", "1", "--batch-size", "2", *QUICK)
     assert 0 <= found["runs"][0]["accuracy"] <= 1
     assert 0 < found["runs"][0]["epsilons"]["PLD"] < math.inf
 

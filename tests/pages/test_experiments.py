@@ -1,14 +1,17 @@
 """The scripts behind published figures run, in a setting that takes seconds, and write what they say."""
 
 import json
+import random
 import re
 
 import pytest
-from scripts import ROOT, script
+from scripts import ROOT, ran, script
 
+from ghostclip.engine.budget import Spending
 from ghostclip.native import library
 
 needs_compiler = pytest.mark.skipif(library("gram") is None, reason="no C compiler here")
+forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
 def test_the_readme_table_needs_its_markers():
@@ -76,27 +79,23 @@ def test_the_short_table_has_six_networks_beside_opacus(tmp_path):
 @pytest.mark.slow
 def test_demo_accuracy_repeats_what_make_demo_runs(tmp_path):
     module = script("demo_accuracy")
-    assert module.main(["--only", "non-private", "--seeds", "2", "--repeats", "1", "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "demo_accuracy.json").read_text())["trainings"]
-    assert list(found) == ["non-private"]
-    median, low, high, count = module.spread(found["non-private"])
+    results, page = ran(module, tmp_path, "--only", "non-private", "--seeds", "2", "--repeats", "1")
+    assert list(results["trainings"]) == ["non-private"]
+    median, low, high, count = module.spread(results["trainings"]["non-private"])
     assert count == 2
     assert 0.95 < low <= median <= high <= 1.0
-    assert f"| non-private | none | 690 | 2 | {median:.1%} |" in (tmp_path / "demo_accuracy.md").read_text()
+    assert f"| non-private | none | 690 | 2 | {median:.1%} |" in page
 
 
 @needs_compiler
 def test_kernels_are_timed_beside_their_twins(tmp_path):
-    module = script("kernels")
-    words = ["--kernels", "rows of tables", "noise", "--workloads", "mlp", "--seconds", "0"]
-    assert module.main([*words, "--batch-size", "4", "--out", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
-    assert [(row["file"], row["workload"], row["batch_size"]) for row in rows] == [
-        ("native/rows.c", "mlp", 4),
-        ("native/normal.c", "mlp", 4),
-    ]
-    assert all(row["ratio"]["rounds"] >= 3 and row["ratio"]["median"] > 0 for row in rows)
-    assert "| noise | `native/normal.c` |" in (tmp_path / "kernels.md").read_text()
+    words = ["--kernels", "rows of tables", "noise", "--workloads", "mlp", "--seconds", "0", "--batch-size", "4"]
+    results, page = ran(script("kernels"), tmp_path, *words)
+    assert [(row["file"], row["workload"], row["batch_size"]) for row in results["rows"]] == [
+        ("native/rows.c", "mlp", 4), ("native/normal.c", "mlp", 4),
+    ]  # fmt: skip
+    assert all(row["ratio"]["rounds"] >= 3 and row["ratio"]["median"] > 0 for row in results["rows"])
+    assert "| noise | `native/normal.c` |" in page
 
 
 def test_every_c_function_that_python_calls_is_timed():
@@ -112,20 +111,14 @@ def test_every_c_function_that_python_calls_is_timed():
         assert exported <= timed | helpers
 
 
-def asked(kernel):
-    """What a kernel's binding finds."""
-    return kernel.binding.library(kernel.file)
-
-
 @needs_compiler
 def test_without_a_kernel_its_binding_says_so():
     module = script("kernels")
     for kernel in module.KERNELS:
-        before = asked(kernel)
+        before = kernel.binding.library(kernel.file)
         with module.without(kernel):
-            assert asked(kernel) is None
-        assert asked(kernel) is before
-        assert before is not None
+            assert kernel.binding.library(kernel.file) is None
+        assert kernel.binding.library(kernel.file) is before is not None
 
 
 def test_the_table_has_the_workload_that_gains_most():
@@ -136,17 +129,70 @@ def test_the_table_has_the_workload_that_gains_most():
     assert [row["workload"] for row in script("kernels").best(rows)] == ["cnn", "cnn"]
 
 
-def test_learning_repeats_a_setting_and_tables_are_the_results(tmp_path, monkeypatch):
+def test_learning_repeats_a_setting(tmp_path, monkeypatch):
     module = script("learning")
     monkeypatch.setattr(module, "SETTINGS", {"cnn": module.Setting("CNN", 512, 1, width=0)})
     monkeypatch.setattr(module, "noise_for", lambda batch, epochs: 2.0)
-    assert module.main(["--runs", "1", "--out", str(tmp_path)]) == 0
-    (row,) = json.loads((tmp_path / "learning.json").read_text())["settings"].values()
+    (row,) = ran(module, tmp_path, "--runs", "1")[0]["settings"].values()
     (run,) = row["runs"]
     assert run["noise_norm"] == pytest.approx(2.0 * 6090**0.5 / 512)
     assert run["snr"] > 0
     assert 0 <= run["accuracy"] <= 1
-    results = json.loads((module.RESULTS / "learning.json").read_text())
-    assert (module.RESULTS / "learning.md").read_text() == module.markdown(results)
-    rows = [line for line in module.markdown(results).splitlines() if line.startswith("|")]
-    assert "\n".join(rows) in (ROOT / "docs" / "learning.md").read_text()
+
+
+def test_mixing_is_seen_and_the_alarm_is_quiet(tmp_path, monkeypatch):
+    module, name = script("ownership"), "minus the mean over the batch"
+    monkeypatch.setattr(module, "KINDS", {name: module.KINDS[name]})
+    monkeypatch.setattr(module, "STARTS", (1, 3))
+    monkeypatch.setattr(module, "NORMS", dict(list(module.NORMS.items())[:1]))
+    found, page = ran(module, tmp_path, "--seeds", "2", "--draws", "2000", "--sizes", "64")
+    assert all(row["refused_in"] == [0, 0] for row in found["mixing"])
+    assert [row["either"] for row in found["alarms"]] == [0]
+    assert f"| {name} | 1 | 1 | 1 | 1 |" in page
+
+
+@pytest.mark.slow
+@forks
+def test_kills_leave_no_release_uncharged(tmp_path):
+    results, page = ran(script("kills"), tmp_path, "--kills", "20")
+    assert results["kills"] >= 20
+    assert results["resumed_from_a_checkpoint"] > 0
+    assert all(0 <= row["least_added"] <= row["most_added"] <= results["block"] for row in results["points"].values())
+    assert "| at a random moment |" in page
+
+
+@forks
+@pytest.mark.parametrize("forgets", [False, True])
+def test_kills_notice_a_step_that_is_not_charged_and_a_run_that_forgets(forgets, tmp_path, monkeypatch):
+    kills, charge = script("kills"), Spending.charge
+    place = kills.RANDOM if forgets else "between two steps"
+    if forgets:
+        monkeypatch.setattr(kills, "spent_in", lambda place: 10**6)
+    else:
+        monkeypatch.setattr(Spending, "charge", lambda self, *of: None if self._own.total() == 3 else charge(self, *of))
+    with pytest.raises(kills.Broken, match="1000000 charged" if forgets else "releases"):
+        kills.one_run(tmp_path, [place] * (1 if forgets else 3), {place: []}, random.Random(1))
+
+
+def test_overhead_is_a_share_of_the_step_of_the_same_round(tmp_path):
+    module = script("privacy_overhead")
+    results, page = ran(module, tmp_path, "--workloads", "mlp", "--batch-size", "4", "--seconds", "0.2")
+    found = results["workloads"]["mlp"]
+    assert {*module.STEPS, "noise", "ledger", "ledger, every step", "together"} <= set(found["ms"])
+    ms = {part: spread["median"] for part, spread in found["ms"].items()}
+    assert ms["noise"] < ms["together"]
+    assert "standard noise and ledger in blocks" in page
+
+
+# Scripts, and the pages that have the tables of their results.
+TABLES = {"learning": "learning", "ownership": "ownership", "trace_cost": "observation", "mislabelled": "observation"}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_page_has_the_tables_that_its_script_makes_of_the_results(name):
+    results = ROOT / "experiments" / "results" / name
+    text, page = results.with_suffix(".md").read_text(), (ROOT / "docs" / f"{TABLES[name]}.md").read_text()
+    assert text == script(name).markdown(json.loads(results.with_suffix(".json").read_text()))
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert tables
+    assert all(f"\n\n{table}\n" in f"{page}\n" for table in tables)

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
 
-from scripts import script
+from scripts import ran, script
 
 from experiments.integrations import frameworks, kills
 from experiments.integrations.loops import GROUPED, PAIRS, process_group
@@ -60,24 +60,16 @@ def test_the_table_has_each_framework_with_its_mistakes() -> None:
         assert f"| {name} | 3 | 0.0e+00 | {count} of {count} |" in found
 
 
-@pytest.mark.parametrize("name", kills.FRAMEWORKS)
 @pytest.mark.slow
-def test_kills_leave_no_release_of_a_framework_uncharged(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, 50])
+@pytest.mark.parametrize("name", kills.FRAMEWORKS)
+def test_kills_leave_no_release_of_a_framework_uncharged(name: str, count: int, tmp_path: Path) -> None:
     work, block = kills.FRAMEWORKS[name]
     work(tmp_path, Shared(), Trap("", 0), 1)
-    found = kills.killed(work, block, 2, seed=1)
-    assert found["kills"] == 2
-    assert 0 < found["released"] <= found["charged"] <= found["released"] + 3 * block
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", kills.FRAMEWORKS)
-def test_fifty_kills_leave_no_release_of_a_framework_uncharged(name: str, tmp_path: Path) -> None:
-    work, block = kills.FRAMEWORKS[name]
-    work(tmp_path, Shared(), Trap("", 0), 1)
-    found = kills.killed(work, block, 50, seed=1)
-    assert found["resumed"] > 10
-    assert found["released"] <= found["charged"]
+    found = kills.killed(work, block, count, seed=1)
+    assert found["kills"] >= count
+    assert 0 < found["released"] <= found["charged"]
+    assert found["resumed"] > 10 if count > 2 else found["charged"] <= found["released"] + 3 * block
 
 
 def test_a_framework_that_charges_too_late_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +84,6 @@ def test_a_framework_that_charges_too_late_is_noticed(tmp_path: Path, monkeypatc
 def test_epsilon_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = script("epsilon_at_every_step")
     monkeypatch.setattr(module, "SETTINGS", module.SETTINGS[:1])
-    assert module.main(["--steps", "100", "--out", str(tmp_path)]) == 0
-    (row,) = json.loads((tmp_path / "epsilon_at_every_step.json").read_text())["rows"]
+    (row,) = ran(module, tmp_path, "--steps", "100")[0]["rows"]
     assert 0 <= row["lowest"] <= row["highest"] < 1e-3
     assert row["later"]["median"] < row["first"]

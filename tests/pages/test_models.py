@@ -41,16 +41,6 @@ def test_size_and_output_shape(name):
     assert model(inputs_for(name, 3)).shape == (3, 2)
 
 
-@pytest.mark.parametrize("name", models.NAMES)
-def test_examples_do_not_mix(name):
-    shape, vocabulary, _ = CASES[name]
-    model = models.build(name, shape, 2, vocabulary)
-    inputs = inputs_for(name, 4)
-    together = model(inputs)
-    alone = torch.cat([model(inputs[i : i + 1]) for i in range(4)])
-    torch.testing.assert_close(together, alone)
-
-
 @pytest.mark.parametrize(("side", "maps"), [(8, 2 * 2), (15, 3 * 3), (16, 1), (28, 4 * 4), (32, 5 * 5)])
 def test_cnn_pads_only_what_would_vanish(side, maps):
     model = models.build("cnn", (3, side, side), 10)

@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 
 import pytest
-from scripts import script
+from scripts import ran, script
 
 
 @pytest.fixture
@@ -96,8 +96,7 @@ def test_sensitivity_writes_figures_and_a_plot(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "EXTREME", {})
     for name in module.ADVERSARIES.keys() - {"plain"}:
         monkeypatch.delitem(module.ADVERSARIES, name)
-    assert module.main(["--part", "0/1000000", "--dtypes", "float32", "--out", str(tmp_path)]) == 0
-    (row,) = json.loads((tmp_path / "sensitivity.json").read_text())["rows"]
-    assert 0.999 < row["ratio"] <= 1 + 1e-5
-    assert "| Linear |" in (tmp_path / "sensitivity.md").read_text()
+    results, page = ran(module, tmp_path, "--part", "0/1000000", "--dtypes", "float32")
+    assert 0.999 < results["rows"][0]["ratio"] <= 1 + 1e-5
+    assert "| Linear |" in page
     assert (tmp_path / "sensitivity.png").read_bytes().startswith(b"\x89PNG")

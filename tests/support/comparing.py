@@ -15,6 +15,7 @@ import ghostclip
 __all__ = [
     "TOLERANCE",
     "assert_close",
+    "assert_compiled_exact",
     "assert_dicts_close",
     "assert_exact",
     "assert_exact_by_losses",
@@ -116,13 +117,24 @@ def batch(*shape, seed=1):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_exact(model, *inputs, **options):
+def assert_exact(model, *inputs, batch_dims=None, losses=project, **options):
     """Norms, per-example gradients and clipped sums are the loop's."""
-    expected = oracle.per_example_grads(model, project, inputs)
+    expected = oracle.per_example_grads(model, losses, inputs, batch_dims)
     clipper = ghostclip.GhostClipper(ghostclip.wrap(model), **options)
-    losses = project(model(*inputs))
-    assert_dicts_close(clipper.per_example_grads(losses, retain_graph=True), expected, 1e-10)
-    result = clipper.backward(losses)
+    found = losses(model(*inputs))
+    assert_dicts_close(clipper.per_example_grads(found, retain_graph=True), expected, 1e-10)
+    result = clipper.backward(found)
     assert_close(result.norms, oracle.norms(expected), 1e-10)
-    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 1.0), 1e-10)
+    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, clipper.sensitivity), 1e-10)
     return clipper
+
+
+def assert_compiled_exact(model, x, losses_of, **options):
+    """Three calls of clip, of which the last run as one graph, add the loop's clipped sum; ``losses_of(outputs)``."""
+    expected = oracle.per_example_grads(model, losses_of, (x,))
+    clipper = ghostclip.GhostClipper(model, 0.5, compile=True, **options)
+    for _ in range(3):
+        model.zero_grad()
+        clipper.clip(lambda model, batch: losses_of(model(batch)), x)
+    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.5), 1e-10)
+    assert (clipper.compiled.graphs, clipper.compiled.refusals) == (1, [])

@@ -5,7 +5,9 @@ import struct
 from pathlib import Path
 
 import numpy as np
+from torch.utils.data import TensorDataset
 
+from ghostclip import datasets
 from ghostclip.datasets.images import RECORD
 
 ADULT_ROW = (
@@ -68,3 +70,10 @@ def write_images(folder: Path) -> None:
         for name, colour in {"blue": (0, 0, 255), "red": (255, 0, 0)}.items():
             (folder / split / name).mkdir(parents=True)
             Image.new("RGB", (9, 5), colour).save(folder / split / name / "1.png")
+
+
+def digits(count: int) -> datasets.Data:
+    """The first digits of the embedded data set, for training and for tests."""
+    data = datasets.digits()
+    part = TensorDataset(*(tensor[:count] for tensor in data.train.tensors))
+    return datasets.Data("digits", part, part, data.input_shape, data.classes)

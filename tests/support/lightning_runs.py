@@ -1,13 +1,12 @@
 """Small Lightning modules and private fits for the tests, and the slow loop that they must agree with."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import lightning
 import private_runs as runs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ghostclip.clipper.trial import is_trial
@@ -90,25 +89,13 @@ def fit(folder: Path, module: Any = None, data: Any = None, ckpt_path: Any = Non
     return made, callback
 
 
-def clipped_sum(losses_of: Any, model: nn.Module, batches: Iterable[Any]) -> list[Tensor]:
-    """The slow loop: each example's gradient, clipped to `MAX_NORM`, added up."""
-    total = [torch.zeros_like(p) for p in model.parameters()]
-    for inputs, targets in batches:
-        for x, y in zip(inputs, targets, strict=True):
-            grads = torch.autograd.grad(losses_of(model, [x[None], y[None]]).sum(), list(model.parameters()))
-            norm = torch.sqrt(sum(grad.square().sum() for grad in grads))
-            for so_far, grad in zip(total, grads, strict=True):
-                so_far += grad * min(1.0, MAX_NORM / float(norm))
-    return total
-
-
 def assert_steps_are_hand_written(steps: Steps, tolerance: float = 1e-9) -> None:
     """Every step moved the weights by the slow loop's clipped sum over the examples of its batch."""
     model = runs.network(torch.float64)
     for weights, examples, sizes in zip(steps.weights, steps.examples, steps.sizes, strict=True):
         assert [len(each[0]) for each in examples] == sizes
         examples = [[inputs.double(), targets] for inputs, targets in examples]
-        for p, total in zip(model.parameters(), clipped_sum(runs.losses_of, model, examples), strict=True):
+        for p, total in zip(model.parameters(), runs.clipped_sum(model, examples, MAX_NORM), strict=True):
             p.data -= RATE * total / BATCH
         for mine, theirs in zip(weights, model.parameters(), strict=True):
             torch.testing.assert_close(mine.double(), theirs.detach(), rtol=tolerance, atol=tolerance)

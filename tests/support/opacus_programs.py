@@ -114,18 +114,38 @@ def train(
             here = Step([], copy.deepcopy(model))
 
 
+def taken(optimizer: Any, model: nn.Module, batch: Any, backward: Callable[[], Any]) -> Step:
+    """One step, whose gradients ``backward`` forms of one batch; ``batch`` has examples in the first dimension."""
+    here = Step([batch], copy.deepcopy(model))
+    optimizer.attach_step_hook(lambda own: here.grads.extend(p.grad.clone() for p in own.params))
+    backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return here
+
+
+def row_of(batch: Any, row: int) -> Any:
+    """One example of a batch: a mapping of tensors, or a sequence of them."""
+    if hasattr(batch, "items"):
+        return {name: part[row : row + 1] for name, part in batch.items()}
+    return [part[row : row + 1] for part in batch]
+
+
 def by_hand(step: Step, loss: Callable[[nn.Module, Any], Tensor], denominator: float, max_norm: float) -> list[Tensor]:
     """The clipped sum over ``denominator``, by one backward for each example."""
-    model = step.model
-    parameters = list(model.parameters())
+    parameters, options = [p for p in step.model.parameters() if p.requires_grad], {"materialize_grads": True}
     total = [torch.zeros_like(parameter) for parameter in parameters]
     for batch in step.batches:
-        for row in range(len(batch[0])):
-            found = torch.autograd.grad(loss(model, [part[row : row + 1] for part in batch]), parameters)
+        for row in range(len(next(iter(batch.values() if hasattr(batch, "items") else batch)))):
+            found = torch.autograd.grad(loss(step.model, row_of(batch, row)), parameters, allow_unused=True, **options)
             norm = torch.stack([grad.norm() for grad in found]).norm()
             for into, grad in zip(total, found, strict=True):
                 into += grad * min(1.0, max_norm / float(norm))
     return [each / denominator for each in total]
+
+
+def assert_by_hand(step: Step, loss: Callable[[nn.Module, Any], Tensor], denominator: float) -> None:
+    torch.testing.assert_close(step.grads, by_hand(step, loss, denominator, MAX_NORM), rtol=1e-9, atol=1e-12)
 
 
 def private(engine: Any, name: str, layers: Any, examples: int = 40, batch_size: int = 8, **options: Any) -> Any:

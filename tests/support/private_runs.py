@@ -1,8 +1,9 @@
 """Small private runs for the engine's tests: models, data, and a training loop."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,15 @@ def nonempty(engine: PrivacyEngine) -> Iterator[Any]:
                 yield batch
             else:
                 leave(engine)
+
+
+def clipped_sum(model: nn.Module, batches: Iterable[Any], max_norm: float) -> list[Tensor]:
+    """The slow loop: each example's gradient by itself, clipped, added up."""
+    ones = [[x[None], y[None]] for inputs, targets in batches for x, y in zip(inputs, targets, strict=True)]
+    if not ones:
+        return [torch.zeros_like(p) for p in model.parameters()]
+    losses = torch.cat([losses_of(model, one) for one in ones])
+    return list(oracle.clipped_sum(oracle.grads_of_single_losses(model, losses), max_norm).values())
 
 
 def leave(engine: PrivacyEngine) -> None:

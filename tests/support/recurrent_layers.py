@@ -5,25 +5,6 @@ import torch
 from ghostclip.nn import rnn
 from ghostclip.nn.base import PROBE
 
-__all__ = [
-    "KINDS",
-    "OPTIONS",
-    "B",
-    "H",
-    "I",
-    "T",
-    "assert_all_close",
-    "calls_behind",
-    "first_pass",
-    "initial",
-    "losses",
-    "nodes_behind",
-    "pair",
-    "per_example",
-    "run",
-    "sequences",
-]
-
 T, B, I, H = 5, 3, 4, 6
 KINDS = {
     "lstm": (rnn.LSTM, {}),
@@ -88,8 +69,8 @@ def assert_all_close(found, expected, tolerance=1e-10):
         assert (a - b).norm() <= tolerance * b.norm()
 
 
-def nodes_behind(*results):
-    """The nodes of captured calls in the graph, found by walking it."""
+def calls_behind(*results):
+    """The captured calls in the graph, found by walking it."""
     found, seen, stack = [], set(), [result.grad_fn for result in results]
     while stack:
         node = stack.pop()
@@ -97,14 +78,9 @@ def nodes_behind(*results):
             continue
         seen.add(node)
         if getattr(node, "call", None) is not None:
-            found.append(node)
+            found.append(node.call)
         stack += [following for following, _ in node.next_functions]
     return found
-
-
-def calls_behind(*results):
-    """The captured calls in the graph."""
-    return [node.call for node in nodes_behind(*results)]
 
 
 def first_pass(loss, results):

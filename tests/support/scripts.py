@@ -2,8 +2,10 @@
 
 import importlib
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -14,3 +16,10 @@ def script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def ran(module: ModuleType, folder: Path, *words: str) -> tuple[Any, str]:
+    """(results, page) that a script writes into a folder, given these words."""
+    assert module.main([*words, "--out", str(folder)]) == 0
+    path = folder / module.__name__
+    return json.loads(path.with_suffix(".json").read_text()), path.with_suffix(".md").read_text()
