@@ -24,11 +24,15 @@ __all__ = [
     "MIXTURES",
     "NETWORKS",
     "NEVER",
+    "STATISTICS",
     "TOO_WEAK",
     "WEAK",
     "WHOLE",
+    "BareTimes",
+    "Context",
     "between",
     "hooked",
+    "pairs",
 ]
 
 Mixture = Callable[[Tensor], Tensor]
@@ -304,18 +308,11 @@ def contrastive(model: nn.Module, x: Tensor) -> Tensor:
 WHOLE = (
     Program("an edge between graphs", lambda: StackedGraphs(pooled_by_index), joined_graphs, expect="RR"),
     Program("the batch as time", BatchAsTime, vectors, expect="RR"),
-    Program("losses of pairs", perceptron, lambda number: (torch.randn(128, WIDTH),), pairs, "RRR"),
     Program("contrastive losses", perceptron, vectors, contrastive, "RR"),
     Program("losses minus their mean", perceptron, vectors, of_losses(lambda losses: losses - losses.mean()), "RR"),
     Program("losses over their sum", perceptron, vectors, of_losses(lambda losses: losses / losses.sum()), "RR"),
     Program("losses added up", perceptron, vectors, of_losses(lambda losses: losses.cumsum(0)), "RR"),
-    Program("a layer reads the mean of two", lambda: Context(STATISTICS["mean"]),
-            lambda number: (torch.randn(2, WIDTH),), expect="RR"),
     Program("a table by the batch", TableOfTheBatch, vectors, expect="RR"),
-    *[Program(f"a layer reads the {name}", lambda f=f: Context(f), vectors, expect="RR")
-      for name, f in STATISTICS.items()],
-    *[Program(f"a parameter times the {name}", lambda f=f: BareTimes(lambda x: f(x).mean()), vectors, expect="RR")
-      for name, f in STATISTICS.items()],
     *[Program(f"experts {name}", lambda way=way: expert_models.Experts(way),
               lambda number: (torch.randn(EXAMPLES, 5, 4),), expert_models.LOSSES["plain"], "RR")
       for name, way in expert_models.MISTAKES.items()],
