@@ -115,3 +115,19 @@ def a_batch_twice_as_large_shows_what_a_small_one_hides() -> tuple[Any, ...]:
         return h.view(4, -1, WIDTH).cumsum(1).view(h.shape)
 
     return lambda: Two(quarters), lambda number: (torch.randn((4, 4, 8, 4, 8)[number], 2, IN),)
+
+
+@trap("EER", HIDDEN)
+def examples_that_meet_only_where_they_are_close() -> tuple[Any, ...]:
+    """Which they aren't in the first batches, of two and three."""
+    apart = torch.tensor([[5.0, 0.0, 0.0], [0.0, -5.0, 5.0], [10.0, 0.0, 0.0]])
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        outputs = model(x)
+        gaps = (outputs.unsqueeze(1) - outputs.unsqueeze(0)).square().sum(2)
+        return outputs.square().sum(1) + (1e-2 - gaps).clamp_min(0).sum(1)
+
+    def batch(number: int) -> tuple[Tensor]:
+        return (apart[: 2 + number] if number < 2 else torch.randn(1, 3) + 1e-4 * torch.randn(8, 3),)
+
+    return lambda: nn.Linear(3, 2), batch, losses
