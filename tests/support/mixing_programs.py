@@ -7,6 +7,7 @@ networks. ``HOOKS`` do the same to gradients. The others are whole programs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import expert_models
@@ -330,6 +331,11 @@ def towers(between: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
     return Wired(lambda m, x, labels: between(m.first(x), m.second(labels)), **parts)
 
 
+def of_experts(losses: Callable[..., Tensor], model: nn.Module, x: Tensor, wrong: bool) -> Tensor:
+    model.wrong = wrong
+    return losses(model, x)
+
+
 WHOLE = (
     Program("an edge between graphs", lambda: StackedGraphs(pooled_by_index), joined_graphs, expect="RR"),
     Program("the batch as time", BatchAsTime, vectors, expect="RR"),
@@ -346,4 +352,8 @@ WHOLE = (
     *[Program(f"experts {name}", lambda way=way: expert_models.Experts(way),
               lambda number: (torch.randn(EXAMPLES, 5, 4),), expert_models.LOSSES["plain"], "RR")
       for name, way in expert_models.MISTAKES.items()],
+    *[Program(f"experts: {name}", lambda way=way: expert_models.Experts(way),
+              lambda number, expect=expect: (torch.randn(4, 5, 4), expect[number] == "R"),
+              partial(of_experts, expert_models.LOSSES[losses]), expect)
+      for name, (way, losses, expect) in expert_models.LATER.items()],
 )  # fmt: skip
