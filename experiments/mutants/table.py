@@ -1600,7 +1600,7 @@ INTEGRATED = [
         "ghostclip/norms/ragged.py",
         "weighted_sum(weights[self.rows.index])",
         "weighted_sum(weights[self.rows.index * 0])",
-        ("tests/clipper/test_ragged.py",),
+        ("tests/clipper/test_ragged.py", "tests/laws/test_law_of_norms.py", "-k", "ragged"),
     ),
     Mutant(
         "a state_dict's spending isn't counted",
@@ -1935,21 +1935,21 @@ RAGGED_NORMS = [
         "ghostclip/norms/ragged.py",
         "if not bool(gram_is_reliable(squared, scale).all()):",
         "if False:",
-        ("tests/clipper/test_ragged.py",),
+        ("tests/clipper/test_ragged.py", "tests/laws/test_law_of_norms.py", "-k", "ragged"),
     ),
     Mutant(
         "rows of ragged examples are taken to be in order",
         "ghostclip/norms/ragged.py",
         "if not bool((self.index[1:] >= self.index[:-1]).all()):",
         "if False:",
-        ("tests/clipper/test_ragged.py",),
+        ("tests/clipper/test_ragged.py", "tests/laws/test_law_of_norms.py", "-k", "ragged"),
     ),
     Mutant(
         "the margin of ragged examples is that of a row",
         "ghostclip/norms/ragged.py",
         "absolute=scale * positions * self._counts",
         "absolute=scale",
-        ("tests/clipper/test_ragged.py",),
+        ("tests/clipper/test_ragged.py", "tests/laws/test_law_of_norms.py", "-k", "ragged"),
     ),
     Mutant(
         "the first row of each ragged example is left out",
