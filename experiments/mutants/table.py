@@ -1730,7 +1730,7 @@ CHECKED = [
         CHECKING,
         "    if kept is not None:\n",
         "    if False:\n",
-        ("tests/clipper/test_data_swap.py",),
+        ("tests/clipper/test_check_lines.py",),
     ),
     Mutant(
         "a delta of one over n is not warned about",
@@ -2166,7 +2166,7 @@ OF_COMPANY = [
         CHECKING,
         "    return [] if bool(finite.any()) else",
         "    return [] if True else",
-        ("tests/clipper/test_data_swap.py",),
+        ("tests/clipper/test_check_lines.py",),
     ),
 ]
 
