@@ -15,6 +15,7 @@ from einops import rearrange
 from law_programs import Program
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["OUTSIDE"]
 
@@ -182,6 +183,32 @@ def one_table(side_by_side: bool) -> Wiring:
 for _beside in (False, True):
     add(f"positions and examples read one table{', side by side' * _beside}", one_table(_beside), {},
         lambda: {"layer": nn.Linear(4, 4), "table": nn.Embedding(9, 4)}, with_ids(6, 4))  # fmt: skip
+
+# Blocks that are computed again --------------------------------------------------------------------------------------
+
+
+def computed_again(how: str) -> Wiring:
+    """All of the model, or all above the embedding, and a part of that once more."""
+
+    def wiring(m: Any, tokens: Tensor) -> Tensor:
+        def inner(h: Tensor) -> Tensor:
+            return torch.tanh(m.body(h))
+
+        def outer(h: Tensor) -> Tensor:
+            h = checkpoint(inner, h, use_reentrant=False) if how == "nested" else inner(h)
+            return F.linear(m.norm(h), m.words.weight if how == "tied" else m.head)
+
+        if how == "whole":
+            return checkpoint(lambda tokens: outer(m.words(tokens)), tokens, use_reentrant=False)
+        return checkpoint(outer, m.words(tokens), use_reentrant=False)
+
+    return wiring
+
+
+for _how in ("whole", "nested", "tied"):
+    add(f"checkpointed: {_how}", computed_again(_how), {"head": (7, 5)},
+        lambda: {"words": nn.Embedding(7, 5), "body": nn.Linear(5, 5), "norm": nn.LayerNorm(5)},
+        lambda number: (torch.randint(7, (SIZES[number], 6)),))  # fmt: skip
 
 # Other modules without a rule ---
 
