@@ -98,9 +98,6 @@ def test_one_example_moves_the_sum_by_at_most_the_sensitivity(policy, left_out: 
     assert (sums[0] - sums[1]).norm() <= clipper.sensitivity * (1 + 1e-5)
 
 
-WIDE = {"0.weight": 40_000, "1.weight": 20_000}
-
-
 def noise_of(policy, sigma=2.0, steps=3):
     """{parameter name: standard deviation of what one step adds to its sum}, and the engine."""
     torch.manual_seed(0)

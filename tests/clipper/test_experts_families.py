@@ -73,14 +73,6 @@ def test_switch_with_dropped_tokens():
     assert_exact(model.double(), sequence_losses, 1e-10)
 
 
-def test_grouped_products_are_those_of_the_eager_experts():
-    eager, grouped = family("Mixtral"), family("Mixtral", "grouped_mm")
-    grouped.load_state_dict(eager.state_dict())
-    tokens = torch.randint(1, 32, (6, 9))
-    norms = [ghostclip.GhostClipper(model).norms(token_losses(model, tokens)) for model in (eager, grouped)]
-    assert_close(norms[0], norms[1], 1e-4)
-
-
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
 def test_a_routers_loss_over_the_batch_is_refused(name, experts):

@@ -190,19 +190,6 @@ def test_a_denormal_example_refuses_nothing(dtype: torch.dtype, folded: bool) ->
         assert float(result.norms[2]) < 1e-30
 
 
-@pytest.mark.parametrize("examples", [2, 4, 8])
-@pytest.mark.parametrize("wiring", [added_to_inputs, concatenated])
-def test_clip_meets_a_table_as_long_as_the_batch(wiring: Any, examples: int) -> None:
-    torch.manual_seed(1)
-    parts = {"body": nn.Linear(5, 5), "place": nn.Embedding(9, 5), "head": nn.Linear(5, 1)}
-    model = ghostclip.wrap(Wired(wiring, **parts).double())
-    clipper, x = GhostClipper(model, MAX_NORM), torch.randn(examples, 8, 5, dtype=torch.float64)
-    for _ in range(2):
-        model.zero_grad()
-        clipper.clip(lambda m, x: m(x), x)
-        assert_clipped(model, x)
-
-
 def places_made_in_forward(m: Any, x: Tensor) -> Tensor:
     """A product of a table that the forward makes with a bare parameter, as relative positions are."""
     table = torch.arange(40, dtype=x.dtype).view(8, 5).sin()
@@ -292,21 +279,6 @@ def test_a_layer_of_which_nothing_is_left_is_no_table(bad: int) -> None:
     x[bad] = torch.nan
     result = clipper.backward(model(x))
     assert (result.weights > 0).tolist() == [i != bad for i in range(4)]
-
-
-@pytest.mark.parametrize("frozen", ["p", "q"])
-def test_a_frozen_parameter_in_a_product_as_long_as_the_batch_is_no_data(frozen: str) -> None:
-    torch.manual_seed(1)
-    parts = {"body": nn.Linear(3, 4)}
-    wiring = lambda m, x: (m.body(x) + torch.outer(m.p, m.q)).square().sum((1, 2))  # noqa: E731
-    model = with_parameters(wiring, {"p": (4,), "q": (4,)}, **parts).double()
-    getattr(model, frozen).requires_grad_(False)
-    clipper = GhostClipper(ghostclip.wrap(model), MAX_NORM)
-    for examples in (4, 2, 5):
-        x = torch.randn(examples, 4, 3, dtype=torch.float64)
-        model.zero_grad()
-        clipper.backward(model(x))
-        assert_clipped(model, x)
 
 
 def last_of_table(m, x):

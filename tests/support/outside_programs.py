@@ -88,6 +88,20 @@ for _first in (True, False):
         sized((5, 4), (6, 4)))  # fmt: skip
 
 
+def outer_product(frozen: str) -> nn.Module:
+    """A product of a frozen parameter and a trained one, as long as the batch: it is no data."""
+    wiring = lambda m, x: m.layer(x) + torch.outer(m.p, m.q)  # noqa: E731
+    model = with_parameters(wiring, {"p": (6,), "q": (5,)}, layer=nn.Linear(5, 5))
+    getattr(model, frozen).requires_grad_(False)
+    return model
+
+
+OUTSIDE += [
+    Program(f"an outer product, {name} frozen", lambda name=name: outer_product(name), POSITIONS, projected)
+    for name in ("p", "q")
+]
+
+
 # Layers and tables that see no examples ---
 
 
