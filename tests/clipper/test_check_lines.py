@@ -195,11 +195,6 @@ def test_a_loss_that_fails_leaves_no_hook():
 # Examples, buffers and state, without a line ---
 
 
-def class_losses(model, batch):
-    inputs, labels = batch
-    return F.cross_entropy(model(inputs), labels, reduction="none")
-
-
 def images(examples=5):
     torch.manual_seed(0)
     return torch.randn(examples, 2, 6, 6), torch.randint(3, (examples,))
@@ -218,7 +213,7 @@ class Mean(nn.Module):
 
 @pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.Identity()], ids=["GroupNorm", "Identity"])
 def test_examples_that_stay_apart_are_no_finding(norm):
-    assert ghostclip.check(network(norm), class_losses, images()) == []
+    assert ghostclip.check(network(norm), losses, images()) == []
 
 
 def test_only_the_last_example_may_reach_the_others():
@@ -226,7 +221,7 @@ def test_only_the_last_example_may_reach_the_others():
         def forward(self, x):
             return x + x[-1:].detach()
 
-    (finding,) = ghostclip.check(network(FromLast()), class_losses, images())
+    (finding,) = ghostclip.check(network(FromLast()), losses, images())
     assert finding.problem.endswith("depends on the data of example 4")
 
 
@@ -236,7 +231,7 @@ def test_nothing_is_left_behind():
     inputs, labels = images()
     kept = inputs.clone()
     torch.set_rng_state(state)
-    ghostclip.check(model, class_losses, (inputs, labels))
+    ghostclip.check(model, losses, (inputs, labels))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(inputs, kept)
@@ -266,28 +261,28 @@ class Remembers(nn.Module):
 def test_a_buffer_that_keeps_something_of_the_data_is_found(in_place):
     model = nn.Sequential(Remembers(in_place), *network(nn.Identity()))
     mean, calls = model[0].mean, model[0].calls
-    (finding,) = ghostclip.check(model, class_losses, images())
+    (finding,) = ghostclip.check(model, losses, images())
     assert finding.path == "0"
     assert "buffer 'mean'" in finding.problem
     assert model[0].mean is mean
     assert mean.abs().sum() == calls == 0
-    assert ghostclip.check(model.eval(), class_losses, images()) == []
+    assert ghostclip.check(model.eval(), losses, images()) == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_data_without_a_finite_example_are_a_finding(value):
     inputs, labels = images()
-    (finding,) = ghostclip.check(network(nn.Identity()), class_losses, (torch.full_like(inputs, value), labels))
+    (finding,) = ghostclip.check(network(nn.Identity()), losses, (torch.full_like(inputs, value), labels))
     assert "no example's loss and gradient are finite" in finding.problem
     inputs[1:] = value  # one that is finite is clipped and trained on
-    assert ghostclip.check(network(nn.Identity()), class_losses, (inputs, labels)) == []
+    assert ghostclip.check(network(nn.Identity()), losses, (inputs, labels)) == []
 
 
 def test_losses_with_a_gradient_of_their_own_are_checked():
     def penalized(model, batch):
         x = batch[0].clone().requires_grad_()
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return class_losses(model, batch) + slope.flatten(1).square().sum(1)
+        return losses(model, batch) + slope.flatten(1).square().sum(1)
 
     model = nn.Sequential(nn.Flatten(), nn.Linear(72, 4), nn.Tanh(), nn.Linear(4, 3))
     assert ghostclip.check(model, penalized, images()) == []
