@@ -186,8 +186,8 @@ class LastStep(nn.Module):
 
     def forward(self, x: Tensor, last: Tensor) -> Tensor:
         examples, steps, _ = x.shape
-        h = torch.tanh(self.second(torch.tanh(self.first(x.transpose(0, 1).reshape(-1, IN)))))
-        return (h.view(steps, examples, 2) * F.one_hot(last, steps).T[..., None]).sum(0)
+        rows = self.second(torch.tanh(self.first(x.transpose(0, 1).reshape(-1, IN))))
+        return (rows * F.one_hot(last, steps).T.reshape(-1, 1)).view(steps, examples, 2).sum(0)
 
 
 @trap("EEEEE")
