@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["COMPUTED", "FORMS", "LINEAR", "Skeleton", "built", "projected", "sized"]
+__all__ = ["COMPUTED", "FORMS", "LINEAR", "Skeleton", "built", "called", "projected", "sized"]
 
 # Examples in each batch; there are six positions.
 SIZES = (6, 4, 1, 3, 8, 2, 5, 12, 6, 7)
