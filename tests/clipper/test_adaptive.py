@@ -97,14 +97,6 @@ def test_noise_on_the_count_has_its_standard_deviation(monkeypatch: pytest.Monke
     assert spread == pytest.approx(expected, rel=0.12)
 
 
-def test_gradients_and_count_come_from_one_draw() -> None:
-    engine = engine_for(torch.rand(400), Adaptive(1.0))
-    source = engine._steps.release._noise
-    before = source.draws
-    steps = len(run(engine, 1))
-    assert source.draws - before == steps
-
-
 @pytest.mark.parametrize("mode", ["standard", "hardened"])
 def test_private_modes_adapt_too(mode: str) -> None:
     policy = Adaptive(0.01)
@@ -131,17 +123,6 @@ def test_the_count_of_an_abandoned_batch_is_dropped() -> None:
     assert found[0] == found[1]
 
 
-def test_the_norm_is_one_within_a_logical_batch() -> None:
-    policy = Adaptive(1.0)
-    engine = engine_for(torch.linspace(0.2, 2.0, 100), policy, max_physical_batch_size=5)
-    for batch in engine.batches():
-        seen = {engine.backward(losses_of(engine.model, part)).sensitivity for part in batch.physical()}
-        assert seen == {policy.max_norm}
-        engine.optimizer.step()
-        assert policy.max_norm not in seen
-        engine.optimizer.zero_grad()
-
-
 @pytest.mark.slow
 def test_a_step_is_charged_as_both_releases() -> None:
     """Row "adaptive clipping not charged; divided by realised size": the count is part of the event."""
@@ -153,12 +134,6 @@ def test_a_step_is_charged_as_both_releases() -> None:
     setting: dict[str, Any] = {"sample_rate": 0.1, "steps": steps, "delta": 1e-5}
     assert engine.epsilon() == accounting.epsilon(noise_multiplier=together, **setting)
     assert engine.epsilon() > accounting.epsilon(noise_multiplier=1.0, **setting)
-
-
-def test_the_default_noise_is_a_twentieth_of_the_batch() -> None:
-    engine = engine_for(torch.rand(400), Adaptive(1.0), noise="standard", seed=None, batch_size=40)
-    run(engine, 1)
-    assert [part.noise_multiplier for part in engine.events[0].events] == [1.0, 2 * 40 / 20]
 
 
 @pytest.mark.slow
@@ -175,6 +150,18 @@ def test_a_target_is_met_with_the_count_included() -> None:
     assert adaptive == pytest.approx((fixed**-2 - 2.0**-2) ** -0.5, rel=1e-4)
     with pytest.raises(ValueError, match=r"target_epsilon=2.0 can't be reached"):
         accounting.noise_for(events_of(Adaptive(1.0, count_noise=0.1)), **target)
+
+
+def test_the_norm_is_one_within_a_logical_batch_and_the_default_noise_a_twentieth_of_it() -> None:
+    policy = Adaptive(1.0)
+    engine = engine_for(torch.linspace(0.2, 2.0, 100), policy, max_physical_batch_size=5, noise="standard", seed=None)
+    for batch in engine.batches():
+        seen = {engine.backward(losses_of(engine.model, part)).sensitivity for part in batch.physical()}
+        assert seen == {policy.max_norm}
+        engine.optimizer.step()
+        assert policy.max_norm not in seen
+        engine.optimizer.zero_grad()
+    assert [part.noise_multiplier for part in engine.events[0].events] == [1.0, 2 * 50 / 20]
 
 
 @pytest.mark.parametrize("options", [{"noise_multiplier": 0.0, "noise": "standard", "seed": None}, {}])

@@ -1,4 +1,4 @@
-"""What check says of a model and a batch that can't be clipped exactly: the module, and the line of code."""
+"""check with a batch: where examples meet is found, the module and the line of code; nothing is left behind."""
 
 import inspect
 import pickle
@@ -190,3 +190,101 @@ def test_a_loss_that_fails_leaves_no_hook():
     with pytest.raises(KeyError):
         ghostclip.check(model, failing, BATCH)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+# Examples, buffers and state, without a line ---
+
+
+def images(examples=5):
+    torch.manual_seed(0)
+    return torch.randn(examples, 2, 6, 6), torch.randint(3, (examples,))
+
+
+def network(norm):
+    return nn.Sequential(nn.Conv2d(2, 4, 3), norm, nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(64, 3))
+
+
+class Mean(nn.Module):
+    """Takes the mean of the batch away, which no class of layer gives away."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.Identity()], ids=["GroupNorm", "Identity"])
+def test_examples_that_stay_apart_are_no_finding(norm):
+    assert ghostclip.check(network(norm), losses, images()) == []
+
+
+def test_only_the_last_example_may_reach_the_others():
+    class FromLast(nn.Module):
+        def forward(self, x):
+            return x + x[-1:].detach()
+
+    (finding,) = ghostclip.check(network(FromLast()), losses, images())
+    assert finding.problem.endswith("depends on the data of example 4")
+
+
+def test_nothing_is_left_behind():
+    model, state = network(nn.BatchNorm2d(4)), torch.get_rng_state()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    inputs, labels = images()
+    kept = inputs.clone()
+    torch.set_rng_state(state)
+    ghostclip.check(model, losses, (inputs, labels))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(inputs, kept)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert model.training
+
+
+class Remembers(nn.Module):
+    """Keeps a mean of what it has seen, in place or in a new tensor, and how often it was called."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("mean", torch.zeros(2, 6, 6))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        if self.training and self.in_place:
+            self.mean.copy_(x.mean(0))
+        elif self.training:
+            self.mean = x.mean(0)
+        return x
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_keeps_something_of_the_data_is_found(in_place):
+    model = nn.Sequential(Remembers(in_place), *network(nn.Identity()))
+    mean, calls = model[0].mean, model[0].calls
+    (finding,) = ghostclip.check(model, losses, images())
+    assert finding.path == "0"
+    assert "buffer 'mean'" in finding.problem
+    assert model[0].mean is mean
+    assert mean.abs().sum() == calls == 0
+    assert ghostclip.check(model.eval(), losses, images()) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_data_without_a_finite_example_are_a_finding(value):
+    inputs, labels = images()
+    (finding,) = ghostclip.check(network(nn.Identity()), losses, (torch.full_like(inputs, value), labels))
+    assert "no example's loss and gradient are finite" in finding.problem
+    inputs[1:] = value  # one that is finite is clipped and trained on
+    assert ghostclip.check(network(nn.Identity()), losses, (inputs, labels)) == []
+
+
+def test_losses_with_a_gradient_of_their_own_are_checked():
+    def penalized(model, batch):
+        x = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return losses(model, batch) + slope.flatten(1).square().sum(1)
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 4), nn.Tanh(), nn.Linear(4, 3))
+    assert ghostclip.check(model, penalized, images()) == []
+    mixing = nn.Sequential(Mean(), *model)
+    assert [finding.path for finding in ghostclip.check(mixing, penalized, images())] == ["0"]

@@ -55,21 +55,6 @@ def trained(model, loss_fn=losses_of, policy=1e-2):
     return clipper
 
 
-@pytest.mark.slow
-def test_a_layer_at_the_address_of_one_that_is_gone_has_a_graph_of_its_own():
-    """Of the same class, with a function at the address of the old one's: only the objects differ."""
-    model, addresses = classifier(), set()
-    model[1] = By(lambda x: 3.0 * x)
-    clipper = trained(model)
-    for number in range(9):
-        model[1] = torch.nn.Identity()
-        model[1] = By(lambda x, scale=float(number): scale * x)
-        addresses.add((id(model[1]), id(model[1].operation)))
-        for _ in range(3 + 6 * (number == 3)):
-            assert_as_eager(clipper, losses_of, batch_of())
-    assert clipper.compiled.graphs > 5
-
-
 def test_a_graph_holds_what_its_key_names():
     model = classifier()
     model[1] = By(lambda x: 3.0 * x)
@@ -246,14 +231,6 @@ def test_what_a_key_is_made_of_is_kept():
     table = object()
     _, kept = function_key(functools.partial(lambda f, m, x: (f(m, x), table)[0], inner))
     assert {id(each) for each in (table, inner.__code__, inner.__globals__)} <= set(map(id, kept))
-
-
-def test_a_function_may_name_itself_and_what_is_not_there_yet():
-    def recursive(model, x):
-        return recursive if later else losses_of(model, x)
-
-    assert function_key(recursive)[0] == function_key(recursive)[0]
-    later = False
 
 
 @pytest.mark.parametrize("make", [closing, with_default, with_keyword])

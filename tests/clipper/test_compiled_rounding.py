@@ -12,8 +12,10 @@ import torch
 from cancelling_models import (
     MAX_NORM,
     SHARE,
+    FanOut,
     TiedHead,
     Twice,
+    fan_out_batches,
     positions_batches,
     squared_error,
     tied_batches,
@@ -35,25 +37,8 @@ def tied(positions):
     return TiedHead, tied_losses, lambda model: tied_batches(positions)
 
 
-class FanOut(nn.Module):
-    """z - a z with a near 1: the gradients of both branches cancel."""
-
-    def __init__(self, factor):
-        super().__init__()
-        self.layer, self.factor = nn.Linear(16, 16), factor
-        self.register_buffer("scale", torch.rand(16))
-
-    def forward(self, inputs):
-        z = self.layer(inputs)
-        return (z * self.scale - self.factor * z * self.scale).flatten(1).sum(1)
-
-
 def fan_out(factor):
-    def batches(model):
-        for size in (1e3, 1e8, 1e10, 1e12):
-            yield (size * torch.randn(3, 5, 16),)
-
-    return lambda: FanOut(factor), lambda model, inputs: model(inputs), batches
+    return lambda: FanOut(factor), lambda model, inputs: model(inputs), lambda model: fan_out_batches(3, (5,))
 
 
 CASES = {

@@ -1,11 +1,8 @@
-"""Experts: rows that are picked by index and put back are clipped as the loop over single examples has them."""
+"""Experts: what the laws don't say of support/expert_models.py, and what connects examples in an engine."""
 
-import copy
-
-import oracle
 import pytest
 import torch
-from comparing import assert_close, assert_dicts_close, gradients
+from comparing import assert_dicts_close, assert_exact_by_losses, gradients
 from expert_models import EXPERTS, LOSSES, WAYS, Experts
 
 import ghostclip
@@ -15,37 +12,15 @@ every_pass = pytest.mark.parametrize("second_pass", ["cached", "reweight"])
 losses_of = LOSSES["plain"]
 
 
-def tokens(examples, positions=5, dtype=torch.float64):
-    return torch.randn(examples, positions, 4, dtype=dtype)
-
-
-def loop(model, x):
-    """Per-example gradients by the loop, in float64."""
-    plain = ghostclip.unwrap(copy.deepcopy(model)).double()
-    return oracle.per_example_grads(plain, lambda out: out.square().sum(2).mean(1), (x.double(),))
-
-
-def assert_exact(model, x):
-    truth = loop(model, x)
-    clipper = ghostclip.GhostClipper(model, float(oracle.norms(truth).median()) if len(x) else 1.0)
-    losses = losses_of(model, x)
-    assert_dicts_close(clipper.per_example_grads(losses, retain_graph=True), truth, 1e-10)
-    clipper.backward(losses)
-    assert_dicts_close(gradients(model), oracle.clipped_sum(truth, clipper.sensitivity), 1e-10)
-    model.zero_grad()
+def tokens(examples=4, dtype=torch.float64):
+    return torch.randn(examples, 5, 4, dtype=dtype)
 
 
 @every_way
-def test_few_examples(way):
+def test_an_empty_batch(way):
     model = Experts(way).double()
-    for examples in (0, 1, 3):
-        assert_exact(model, tokens(examples))
-
-
-@every_way
-def test_tokens_that_lie_time_first(way):
-    model = ghostclip.wrap(Experts(way, time_first=True).double(), batch_dim={"below": 1, "head": 1})
-    assert_exact(model, tokens(4, 6))
+    assert ghostclip.GhostClipper(model).backward(losses_of(model, tokens(0))).norms.shape == (0,)
+    assert not any(bool(grad.any()) for grad in gradients(model).values())
 
 
 @every_way
@@ -90,20 +65,74 @@ def test_an_expert_that_no_token_reaches_gets_zeros():
     grads = clipper.per_example_grads(losses_of(model, tokens(3)))
     assert not grads["up"][:, -1].any()
     assert grads["up"][:, 0].any()
-    assert_exact(model, tokens(3))
+    assert_exact_by_losses(clipper, losses_of(model, tokens(3)))
 
 
-def test_autocast_to_bfloat16():
-    model = Experts(WAYS["matrices"])
-    x, clipper = tokens(4, dtype=torch.float32), ghostclip.GhostClipper(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        losses = losses_of(model, x).float()
-    norms = clipper.norms(losses)
-    assert_close(norms.double(), oracle.norms(loop(model, x)), 0.1)
+def capacity_of_the_batch(m, h, weights, chosen):
+    """An expert takes no more than its share of all tokens, in the order of the batch."""
+    found = torch.zeros_like(h)
+    for expert, layer in enumerate(m.layers):
+        row, place = torch.where(chosen == expert)
+        row, place = row[: len(h) // 4], place[: len(h) // 4]
+        found.index_add_(0, row, layer(h[row]) * weights[row, place, None])
+    return found
 
 
-def test_experts_of_a_checkpointed_block():
+def capacity_of_an_example(m, h, weights, chosen):
+    """The same of its share of an example's tokens."""
+    found, kept = torch.zeros_like(h), torch.zeros_like(chosen, dtype=torch.bool)
+    for expert in range(len(m.layers)):
+        mine = (chosen == expert).view(-1, 5, chosen.shape[1])
+        kept |= (mine & (mine.any(2).cumsum(1) <= 2).unsqueeze(2)).view_as(kept)
+    for expert, layer in enumerate(m.layers):
+        row, place = torch.where((chosen == expert) & kept)
+        found.index_add_(0, row, layer(h[row]) * weights[row, place, None])
+    return found
+
+
+def engine_of(model):
+    data = torch.utils.data.TensorDataset(torch.randn(64, 5, 4, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return ghostclip.PrivacyEngine(model, optimizer, data, batch_size=16, noise_multiplier=1.0)
+
+
+def train(engine):
+    for batch in engine.batches():
+        engine.step(batch, lambda model, batch: losses_of(model, batch[0]))
+
+
+def test_a_capacity_shared_by_the_batch_is_caught():
+    model = Experts(capacity_of_the_batch).double()
+    with pytest.raises(ghostclip.GhostClipError, match="loss"):
+        train(engine_of(model))
+    fresh = Experts(capacity_of_the_batch).double()
+    with pytest.raises(ghostclip.GhostClipError):
+        ghostclip.GhostClipper(fresh).verify(losses_of, tokens(8))
+
+
+@pytest.mark.parametrize("way", [capacity_of_an_example, WAYS["layers"], WAYS["splits"]])
+def test_private_steps(way):
+    model = Experts(way).double()
+    engine = engine_of(model)
+    before = [parameter.detach().clone() for parameter in model.layers.parameters()]
+    train(engine)
+    assert engine.steps_taken == 4
+    moved = [not torch.equal(old, new) for old, new in zip(before, model.layers.parameters(), strict=True)]
+    assert all(moved)
+    assert ghostclip.GhostClipper(model).verify(losses_of, tokens()) < 1e-9
+
+
+def test_a_row_that_nothing_uses_harms_no_other_example():
+    """What is dropped isn't finite, of an example that is; it belongs to nobody."""
+
     def way(m, h, weights, chosen):
-        return torch.utils.checkpoint.checkpoint(WAYS["matrices"], m, h, weights, chosen, use_reentrant=False)
+        rows = m.layers[0]((h / torch.tensor(m.divisor).view(-1, 1))[[0, 5, 10, 15, 16]])
+        return torch.zeros_like(h).index_add(0, torch.tensor([0, 5, 10, 15]), rows[:4])
 
-    assert_exact(Experts(way).double(), tokens(3))
+    model = Experts(way).double()
+    model.divisor = [1.0] * 20
+    x, clipper = tokens(), ghostclip.GhostClipper(model, 0.1)
+    clean = clipper.norms(losses_of(model, x))
+    model.divisor[16] = 0.0
+    norms = clipper.norms(losses_of(model, x))
+    assert torch.allclose(norms[:3], clean[:3], rtol=1e-10)

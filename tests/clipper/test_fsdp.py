@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,22 +27,12 @@ NORM = 0.3
 SECOND_PASSES = ("reweight", "cached")
 
 
-def single(batch: Any, place: int) -> Any:
-    return [each[place : place + 1] for each in batch] if isinstance(batch, list) else batch[place : place + 1]
-
-
 def looped(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Norms and clipped sums by one backward for each example, in one process without this library."""
     build, losses_of, make = MODELS[kind]
-    model, batch = build(), make()
-    named = dict(model.named_parameters())
-    norms, sums = [], {name: torch.zeros_like(parameter) for name, parameter in named.items()}
-    for place in range(7):
-        found = torch.autograd.grad(losses_of(model, single(batch, place)).sum(), list(named.values()))
-        norms.append(torch.cat([each.flatten() for each in found]).norm())
-        for total, each in zip(sums.values(), found, strict=True):
-            total += each * min(1.0, NORM / norms[-1])
-    return torch.stack(norms), sums
+    model = build()
+    grads = oracle.grads_of_single_losses(model, losses_of(model, make()))
+    return oracle.norms(grads), oracle.clipped_sum(grads, NORM)
 
 
 def clipped(kind: str, hybrid: bool = False) -> list[Any]:

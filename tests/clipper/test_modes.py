@@ -15,7 +15,7 @@ import oracle
 import private_runs as runs
 import pytest
 import torch
-from case_models import Wired, cnn, transformer
+from case_models import cnn, transformer
 from case_types import project
 from cases import case
 from comparing import assert_close, assert_dicts_close, gradients, truth
@@ -82,24 +82,6 @@ def test_autocast_is_as_exact_as_the_loop_under_autocast(name, dtype, second_pas
     loops = (MAX_NORM / narrow.norm(dim=1)).clamp(max=1.0) @ narrow
     assert_as_near_as_the_loop(total, loops, weights @ exact, eps)
     assert (result.weights * result.norms <= MAX_NORM).all()
-
-
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
-@every_pass
-def test_narrow_weights_stay_within_the_bound(name, dtype, second_pass):
-    model, inputs = small(name)
-    model = ghostclip.wrap(model).to(dtype)
-    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
-    for scale in (1.0, 40.0):
-        clipper = ghostclip.GhostClipper(model, MAX_NORM, second_pass=second_pass)
-        one = scale * losses_of(model, inputs[:1])
-        result = clipper.backward(one)
-        share = torch.cat([g.double().flatten() for g in gradients(model).values()]).norm()
-        assert result.norms.dtype == torch.float32
-        assert result.sensitivity > MAX_NORM
-        assert 0 < share <= result.sensitivity
-        model.zero_grad()
 
 
 def test_private_steps_under_autocast():
@@ -182,34 +164,6 @@ def test_checkpointing_keeps_its_saving(second_pass):
     assert bytes_per_block(True, plain) < 0.5 * bytes_per_block(False, plain)
 
 
-@pytest.mark.parametrize("order", ["checkpoint whole model", "nested", "tied"])
-@every_pass
-def test_checkpointed_models_are_exact(order, second_pass):
-    def wiring(m: nn.Module, tokens: Tensor) -> Tensor:
-        def inner(h: Tensor) -> Tensor:
-            return torch.tanh(m.body(h))
-
-        def outer(h: Tensor) -> Tensor:
-            h = checkpoint(inner, h, use_reentrant=False) if order == "nested" else inner(h)
-            return m.head(m.norm(h))
-
-        embedded = m.embedding(tokens)
-        if order == "checkpoint whole model":
-            return checkpoint(lambda t: outer(m.embedding(t)), tokens, use_reentrant=False)
-        return checkpoint(outer, embedded, use_reentrant=False)
-
-    model = Wired(wiring, embedding=nn.Embedding(7, 5), body=nn.Linear(5, 5), norm=nn.LayerNorm(5),
-                  head=nn.Linear(5, 7, bias=False)).double()  # fmt: skip
-    if order == "tied":
-        model.head.weight = model.embedding.weight
-    tokens = torch.randint(7, (4, 6))
-    expected = oracle.per_example_grads(model, project, (tokens,))
-    clipper = ghostclip.GhostClipper(model, 0.5, second_pass=second_pass)
-    assert_close(clipper.norms(project(model(tokens))), oracle.norms(expected), 1e-10)
-    clipper.backward(project(model(tokens)))
-    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.5), 1e-10)
-
-
 def calls() -> int:
     """How many uses of layers are remembered anywhere."""
     gc.collect()
@@ -224,23 +178,15 @@ def no_calls() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_calls")
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, None], ids=["no_grad", "inference", "frozen"])
 def test_evaluation_remembers_nothing(mode):
     model, tokens = small("transformer")
     ghostclip.wrap(model).eval()
     before = calls()
-    with mode():
-        outputs = [model(tokens) for _ in range(3)]
+    with mode() if mode else nullcontext():
+        outputs = [model.requires_grad_(mode is not None)(tokens) for _ in range(3)]
         assert calls() == before
     assert not any(output.requires_grad for output in outputs)
-
-
-@pytest.mark.usefixtures("no_calls")
-def test_frozen_models_remember_nothing():
-    model, tokens = small("transformer")
-    outputs = ghostclip.wrap(model).requires_grad_(False)(tokens)
-    assert not outputs.requires_grad
-    assert calls() == 0
 
 
 @every_pass

@@ -166,17 +166,6 @@ def test_gradients_too_small_for_marks_are_not_watched(second_pass):
     torch.testing.assert_close(found[2], found[0], rtol=1e-6, atol=0)
 
 
-def test_what_is_known_of_many_structures_is_forgotten(monkeypatch):
-    """A forward that cuts its inputs at random makes new graphs for ever, stored or not."""
-    monkeypatch.setattr(layouts, "REMEMBERED", 3)
-    model = ghostclip.wrap(Layers(lambda h, gate: h))
-    clipper = ghostclip.GhostClipper(model, 1.0)
-    known = clipper.passes._layouts
-    for rows in range(2, 9):
-        clipper.backward((model(torch.randn(EXAMPLES, WIDTH), 0.0) * torch.ones(rows, 1)).sum(0))
-        assert len(known._structures) <= 4
-
-
 def test_a_structure_whose_second_measurement_fails_is_measured_from_then_on(monkeypatch):
     clipper, model, x = clipped(Layers, with_the_mean, "cached", (FAINT,) * 3)  # the fourth is measured
     failing = LossShapeError("losses of another shape")

@@ -11,13 +11,12 @@ import pytest
 import torch
 from case_fallback import with_parameters
 from case_models import Wired
+from cases import case
 from comparing import assert_dicts_close, gradients
 from graphs import interpret
-from private_runs import engine_for
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
-from torch.utils.data import TensorDataset
 
 import ghostclip
 from ghostclip import GhostClipper
@@ -25,10 +24,6 @@ from ghostclip import clipping as c
 
 MAX_NORM, BAD = 0.3, 1
 every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
-
-
-def _bare(wiring: Any, **shapes: tuple[int, ...]) -> Callable[[], nn.Module]:
-    return lambda: with_parameters(wiring, shapes, layer=nn.Linear(5, 5))
 
 
 def _with_gain(frozen: bool) -> nn.Module:
@@ -80,31 +75,22 @@ def _prompted() -> nn.Module:
     return Wired(wiring, body=nn.Linear(5, 6), place=nn.Embedding(3, 6), cell=cell, head=nn.Linear(6, 2))
 
 
+# Rows of tests/support/case_fallback.py, of examples [6, 5].
+OF_CASES = ("bare product", "bare alone", "bare product with transpose", "bare added", "bare table by position",
+            "bare product from the left", "bare einsum", "bare repeated", "bare convolved",
+            "bare time first")  # fmt: skip
 # name: (model, shape of an example)
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "matrix": (_bare(lambda m, x: torch.tanh(m.layer(x) @ m.p), p=(5, 8)), (5,)),
-    "matrix over positions": (_bare(lambda m, x: torch.tanh(m.layer(x) @ m.p), p=(5, 8)), (4, 5)),
-    "matrix and nothing else": (_bare(lambda m, x: torch.tanh(x @ m.p), p=(5, 8)), (5,)),
-    "F.linear": (_bare(lambda m, x: torch.tanh(F.linear(m.layer(x), m.p, m.q)), p=(8, 5), q=(8,)), (4, 5)),
+    **{name: (lambda name=name: case(name).build(nn), (6, 5)) for name in OF_CASES},
+    "matrix and nothing else": (lambda: with_parameters(lambda m, x: torch.tanh(x @ m.p), {"p": (5, 8)}), (5,)),
     "positions [T] added": (_places(lambda h, place: h + place), (4, 5)),
     "positions [T] repeated": (_places(lambda h, place: h + place.repeat(len(h), 1, 1)), (4, 5)),
     "one position, then attention": (_attended, (1, 5)),
     "a prompt, then a recurrent cell": (_prompted, (4, 5)),
-    "positions as a parameter": (_bare(lambda m, x: m.layer(torch.sin(x + m.p)), p=(4, 5)), (4, 5)),
-    "positions by index": (
-        _bare(lambda m, x: torch.tanh(m.layer(x) + m.p[torch.arange(20) % 11].view(4, 5)), p=(11,)), (4, 5)),
-    "[T, T] from the left": (_bare(lambda m, x: torch.tanh(m.p @ m.layer(x)), p=(4, 4)), (4, 5)),
-    "[T, T] by einsum": (
-        _bare(lambda m, x: torch.tanh(torch.einsum("st,btd->bsd", m.p, m.layer(x))), p=(4, 4)), (4, 5)),
-    "class token": (
-        _bare(lambda m, x: m.layer(torch.cat([m.p.expand(len(x), -1, -1), x], 1)).tanh(), p=(1, 2, 5)), (4, 5)),
-    "filter": (_bare(lambda m, x: torch.tanh(F.conv1d(m.layer(x), m.p, m.q, padding=1)), p=(8, 4, 3), q=(8,)), (4, 5)),
-    "time first": (
-        _bare(lambda m, x: torch.tanh(m.layer(x).transpose(0, 1) + m.p).transpose(0, 1), p=(4, 1, 5)), (4, 5)),
     "weight_norm": (lambda: _with_gain(frozen=False), (5,)),
     "weight_norm, gain frozen": (lambda: _with_gain(frozen=True), (5,)),
     "rows of frozen lengths": (Normed, (5,)),
-}  # fmt: skip
+}
 
 # Where the number stands, and what it is.
 SPOILT = [
@@ -188,35 +174,6 @@ def test_a_first_batch_in_which_no_example_is_finite(name: str, second_pass: str
         assert not any(bool(value.any()) for value in gradients(model).values())
         clipper.backward(model(*batch(name, 4)))
         assert_dicts_close(gradients(model), expected(model, batch(name, 4)), 1e-9)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_in(3)
-def test_a_model_that_trains_at_one_size_trains_at_all_others(name: str) -> None:
-    for examples in range(1, 17):
-        model = model_of(name)
-        clipper = GhostClipper(ghostclip.wrap(model), MAX_NORM)
-        clipper.backward(model(*batch(name, examples)))
-        assert_dicts_close(gradients(model), expected(model, batch(name, examples)), 1e-9)
-
-
-@pytest.mark.one_in(3)
-@every_pass
-@pytest.mark.parametrize("name", MODELS)
-def test_the_same_in_an_engine(name: str, second_pass: str) -> None:
-    for where, value in SPOILT[:2]:
-        inputs = spoilt(name, 4, where, value)
-        model = model_of(name)
-        engine = engine_for(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(*inputs), batch_size=4,
-            sampling="without_replacement", noise="test", seed=1, clipping=MAX_NORM, second_pass=second_pass,
-        )  # fmt: skip
-        logical = next(iter(engine.batches()))
-        for examples in logical.physical():
-            engine.backward(model(*examples))
-        wanted = expected(model, inputs, without=BAD)
-        engine.optimizer.step()
-        assert_dicts_close({name: 4 * mean for name, mean in gradients(model).items()}, wanted, 1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "matrix and nothing else"])
@@ -365,7 +322,7 @@ def test_an_example_with_a_finite_loss_and_one_gradient_that_is_not(policy, seco
     if call == "compiled":
         interpret(monkeypatch)
     for name in SATURATED:
-        model, inputs = saturated_below(name), batch("[T, T] from the left", 4)
+        model, inputs = saturated_below(name), batch("positions [T] added", 4)
         clipper = GhostClipper(model, POLICIES[policy](), second_pass=second_pass, compile=call == "compiled")
         for spoil in (False, True) if call != "compiled" else (False,) * 6 + (True,):
             model.zero_grad()

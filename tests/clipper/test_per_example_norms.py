@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import numpy as np
+import oracle
 import private_runs as runs
 import pytest
 import torch
@@ -16,14 +17,13 @@ from ghostclip import UnsupportedModelError, per_example_norms
 from ghostclip.nn.base import GhostLayer
 
 
-def single_norms(model: nn.Module, batch: Any, names: tuple[str, ...] | None = None) -> Tensor:
-    """By one backward an example, over the parameters of these names."""
-    found, batch = [], [tensor.detach() for tensor in batch]
-    parameters = [p for name, p in model.named_parameters() if p.requires_grad and (names is None or name in names)]
-    for x, y in zip(*batch, strict=True):
-        grads = torch.autograd.grad(runs.losses_of(model, [x[None], y[None]])[0], parameters)
-        found.append(torch.cat([grad.flatten() for grad in grads]).norm())
-    return torch.stack(found)
+def single_grads(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """By one backward an example."""
+    return oracle.grads_of_single_losses(model, runs.losses_of(model, batch))
+
+
+def single_norms(model: nn.Module, batch: Any) -> Tensor:
+    return oracle.norms(single_grads(model, batch))
 
 
 @pytest.mark.parametrize("per", [None, "layer", "parameter"])
@@ -33,12 +33,9 @@ def test_norms_of_a_batch_are_those_of_single_gradients(per: str | None) -> None
     if per is None:
         torch.testing.assert_close(found, single_norms(model, batch))
         return
-    members: dict[str, list[str]] = {}
-    for name, _ in model.named_parameters():
-        members.setdefault(name if per == "parameter" else name.rpartition(".")[0], []).append(name)
-    assert list(found) == list(members)
-    for group, names in members.items():
-        torch.testing.assert_close(found[group], single_norms(model, batch, tuple(names)))
+    wanted = {"layer": oracle.norms_per_layer, "parameter": oracle.norms_per_parameter}[per](single_grads(model, batch))
+    assert list(found) == list(wanted)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_a_loader_gives_its_batches_one_after_another() -> None:

@@ -69,7 +69,7 @@ def test_clipping_of_large_networks_is_exact_there(library):
 @pytest.mark.slow
 @pytest.mark.parametrize("file", [
     "layers/test_layers.py", "clipper/test_fallback.py", "layers/test_own_rule.py", "laws/test_random_models.py",
-    "privacy/test_pitfalls.py", "clipper/test_shared_parameters.py",
+    "privacy/test_pitfalls.py", "clipper/test_computed_weights.py",
 ])  # fmt: skip
 def test_what_is_tested_on_the_processor_holds_there(file, library):
     """Whatever names no device is made on that one; not the LSTM cell's last bit, which CUDA's own operation has."""
@@ -95,18 +95,7 @@ def test_tensors_of_two_devices_do_not_meet(operation, refusal, library):
 
 @pytest.mark.slow
 def test_the_benchmark_runs_there(library, tmp_path):
-    arguments = [
-        "--device",
-        "cuda",
-        "--seconds",
-        "0.2",
-        "--batch-size",
-        "8",
-        "--workloads",
-        "mlp",
-        "--out",
-        tmp_path / "x.json",
-    ]
+    arguments = ["--device", "cuda", "--seconds", "0.2", "--batch-size", "8", "--workloads", "mlp"]
     contenders = "nonprivate,reweight,cached,per-layer,nxbp,multiloss"
     code = "import sys, pretended_cuda; from ghostclip.cli import main; sys.exit(main(['bench', *sys.argv[1:]]))"
     out = run(library, "-c", code, *arguments, "--contenders", contenders, "--out", str(tmp_path / "x.json"))

@@ -125,17 +125,6 @@ def test_an_index_is_looked_at(name):
     assert moves == (name not in SEES_ORDER)
 
 
-def test_a_reshape_that_takes_other_examples_together_at_another_size():
-    def between(m, h):
-        return h.transpose(0, 1).reshape(-1, WIDTH).view(3, -1, WIDTH).transpose(0, 1).square()
-
-    movement, moves = moved(between, examples=4, more=(3,))
-    assert movement is not None
-    assert not moves
-    assert movement.moved(read(between, examples=4, more=(6,))[3], 4)
-    assert not movement.moved(read(between, examples=6, more=(3,))[3], 6)
-
-
 # When ownership is measured ------------------------------------------------------------------------------------------
 
 
@@ -178,22 +167,6 @@ def test_what_was_irregular_is_measured_in_every_batch(between):
     assert measured([6] * 10, between) == list(range(1, 11))
 
 
-def test_an_index_that_moves_rows_is_measured():
-    orders = [*[IN_ORDER] * 2, PERMUTED, *[IN_ORDER] * 2]
-    left = iter(orders)
-    found = measured([6] * 5, lambda m, h: h[next(left)])
-    assert {1, 2, 3} <= set(found)
-
-
-def test_hooks_are_measured_in_every_batch():
-    def between(m, h):
-        h = h * 1.0
-        h.register_hook(lambda grad: grad)
-        return h
-
-    assert measured([4] * 10, between) == list(range(1, 11))
-
-
 @pytest.mark.parametrize(
     "options", [{"anew": True}, {"indices": [RowIndex(torch.arange(4), 4)]}], ids=["anew", "indices"]
 )
@@ -214,21 +187,6 @@ def test_rows_of_a_single_example_are_not_taken_to_hold():
         losses = model(torch.randn(4, WIDTH)) * torch.tensor([1.0, 0.0, 0.0, 0.0])
         found.append(shown.lay_out(losses, read_graph(losses, names), names).measured)
     assert all(found)
-
-
-def test_a_refused_structure_is_measured_in_every_batch_from_then_on():
-    known = layouts.Layouts(lambda _: None)
-    model = ghostclip.wrap(Model(lambda m, h, gate: h + gate * h.mean(0)))
-    names, found = ParameterNames(model), []
-    for gate in (0.0, 0.0, 1.0, 0.0, 0.0, 0.0):
-        losses = model(torch.randn(4, WIDTH), torch.tensor(gate))
-        uses = read_graph(losses, names)
-        if gate:
-            with pytest.raises(UnsupportedModelError, match="depends on the examples"):
-                known.lay_out(losses, uses, names, anew=True)
-        else:
-            found.append(known.lay_out(losses, uses, names).measured)
-    assert found[2:] == [True, True, True]
 
 
 # The alarm -----------------------------------------------------------------------------------------------------------

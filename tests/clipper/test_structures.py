@@ -1,68 +1,329 @@
-"""The structure of a graph: told apart by what operations do, and not by sizes of batches."""
+"""The structure of a graph holds every number that its operations save and that doesn't grow with the batch.
+
+Numbers that graph/nodes.py reads as torch saves them have a row of each kind below; those that it
+changes have all of theirs.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import oracle
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import ghostclip
 from ghostclip import GhostClipper, UnsupportedModelError
 from ghostclip.graph import layouts
+from ghostclip.graph.nodes import FACTORS, signature_of
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import read_graph
 
-EXAMPLES, WIDTH = 4, 5
-X = (EXAMPLES, WIDTH)
+EXAMPLES, WIDTH, LENGTH = 4, 12, 12
 
 
 class Model(nn.Module):
-    """Two layers and a parameter, for a forward that is given."""
+    """A layer and one operation behind it."""
 
-    def __init__(self, forward: Callable[..., Tensor]) -> None:
+    def __init__(self, form: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.bare = nn.Parameter(torch.randn(7, WIDTH))
-        self.form = forward
+        self.first, self.form = nn.Linear(WIDTH, WIDTH), form
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        return self.form(self.first(x), *more).abs().flatten()
+
+
+class Structures:
+    """Structures of graphs of one model, by (examples, length, arguments)."""
+
+    def __init__(self, form: Callable[..., Tensor]) -> None:
+        self.model = ghostclip.wrap(Model(form))
+        self.names = ParameterNames(self.model)
+
+    def __call__(self, examples: int, length: int, *more: Any) -> int:
+        return read_graph(self.model(torch.randn(examples, length, WIDTH), *more), self.names).structure
+
+
+def image(h: Tensor) -> Tensor:
+    """[B, T, 12] as [B, T, 3, 4]."""
+    return h.unflatten(2, (3, 4))
+
+
+# (operation on [B, T, 12] with one argument, two arguments).
+OPERATIONS: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any, Any]] = {
+    "rot90 k": (lambda h, k: h[:, :12].rot90(k, (1, 2)), 1, 3),
+    "roll shifts": (lambda h, by: h.roll(by, 2), 1, 2),
+    "roll by two that Python hashes alike": (lambda h, by: h.roll(by, 2), 4, -4),
+    "roll by minus one and two": (lambda h, by: h.roll(by, 2), -1, -2),
+    "flip": (lambda h, dim: h.flip(dim), 1, 2),
+    "as_strided_scatter": (lambda h, at: h.as_strided_scatter(h[:, 0, :1], (len(h), 1), (144, 1), at), 0, 1),
+    "narrow_copy start": (lambda h, start: torch.narrow_copy(h, 2, start, 3), 1, 2),
+    "narrow_copy length": (lambda h, length: torch.narrow_copy(h, 2, 1, length), 2, 3),
+    "narrow_copy dim": (lambda h, dim: torch.narrow_copy(h, dim, 1, 2), 1, 2),
+    "diagonal offset": (lambda h, offset: image(h).diagonal(offset, 2, 3), 0, -1),
+    "tril": (lambda h, diagonal: h.tril(diagonal), 0, -1),
+    "unfold size": (lambda h, size: h.unfold(2, size, 1), 2, 3),
+    "cumsum": (lambda h, dim: h.cumsum(dim), 1, 2),
+    "scatter_reduce": (lambda h, way: h.scatter_reduce(2, torch.zeros(1, 1, 1, dtype=torch.int64), h, way), "sum",
+                       "amax"),
+    "accumulated index_put": (lambda h, more: h.index_put((torch.tensor(0),), h[0], accumulate=more), False, True),
+    "pad": (lambda h, pad: F.pad(h, pad), (1, 0), (0, 1)),
+    "conv stride": (lambda h, stride: F.conv1d(h, torch.randn(2, h.shape[1], 3), stride=stride), 1, 2),
+    "avg_pool of what is padded": (lambda h, counted: F.avg_pool2d(image(h), 3, 1, 1, count_include_pad=counted),
+                                   False, True),
+    "select index": (lambda h, index: h.select(2, index), 0, 1),
+    "select from the end": (lambda h, index: h.select(2, index), -1, 7),
+    "select dim": (lambda h, dim: h.select(dim, 1), 1, 2),
+    "slice start": (lambda h, start: h[:, :, start:], 1, 2),
+    "slice start from the end": (lambda h, start: h[:, :, start:], -1, -2),
+    "slice end": (lambda h, end: h[:, :, :end], 3, 4),
+    "slice end from the end": (lambda h, end: h[:, :, :end], -1, 7),
+    "slice step": (lambda h, step: h[:, :, ::step], 1, 2),
+    "slice empty or whole": (lambda h, start: torch.ops.aten.slice(h, 2, start), 0, 12),
+    "slice_scatter start": (lambda h, start: h.slice_scatter(h[:, :, :2], 2, start, start + 2), 0, 1),
+    "slice_scatter step": (lambda h, step: h.slice_scatter(h[:, :, :2], 2, 0, 2 * step, step), 1, 2),
+    "split dim": (lambda h, dim: h.split(2, dim)[0], 1, 2),
+    "split_with_sizes": (lambda h, sizes: h.split(sizes, 2)[0], [4, 8], [8, 4]),
+    "unbind": (lambda h, dim: h[:, :3, :3].unbind(dim)[0], 1, 2),
+    "view with ones": (lambda h, shape: h[:, 0].reshape(len(h), *shape), (1, 12), (12, 1)),
+    "expand": (lambda h, dim: h.select(dim, 0).unsqueeze(dim).expand(-1, h.shape[1], 12), 1, 2),
+    "repeat": (lambda h, times: h.repeat(1, *times), (2, 1), (1, 2)),
+    "enlarged": (lambda h, by: F.interpolate(h.mT, scale_factor=by), 2, 3),
+    "enlarged at corners": (lambda h, at: F.interpolate(h.mT, scale_factor=2, mode="linear", align_corners=at), False,
+                            True),
+    "affine_grid": (lambda h, at: F.affine_grid(h[:, :2, :3], [len(h), 1, 2, 3], at), False, True),
+    "grid_sample": (lambda h, mode: F.grid_sample(image(h), h[:, :2, None, :2], mode, align_corners=False), "bilinear",
+                    "nearest"),
+    "sum": (lambda h, dim: h.sum(dim), 1, 2),
+    "group_norm": (lambda h, groups: F.group_norm(h.mT, groups), 2, 3),
+    "causal attention": (lambda h, causal: F.scaled_dot_product_attention(*[h.unsqueeze(1)] * 3, is_causal=causal),
+                         False, True),
+    "permute": (lambda h, dims: h.permute(dims), (0, 1, 2), (0, 2, 1)),
+    "squeeze": (lambda h, dim: h[:, :1, :1].squeeze(dim), 1, 2),
+    "which part": (lambda h, part: h.chunk(2, 2)[part], 0, 1),
+    "order of inputs": (lambda h, order: torch.cat([h.tanh(), h.exp()][::order], 2), 1, -1),
+    "which input": (lambda h, place: (lambda both: both[0] * both[1] + both[place])([h.tanh(), h.tanh()]), 0, 1),
+    "layer_norm": (lambda h, dim: F.layer_norm(h, h.shape[dim:]), 1, 2),
+    "cosine loss": (lambda h, reduction: F.mse_loss(h, h.detach(), reduction=reduction).reshape(-1), "sum", "none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_with_another_argument_has_another_structure(name: str) -> None:
+    form, one, other = OPERATIONS[name]
+    structure = Structures(form)
+    assert structure(EXAMPLES, LENGTH, one) != structure(EXAMPLES, LENGTH, other)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_batch_of_another_size_has_the_same_structure(name: str) -> None:
+    form, one, _ = OPERATIONS[name]
+    structure = Structures(form)
+    assert len({structure(examples, LENGTH, one) for examples in (2, 3, 4, 8)}) == 1
+
+
+# Forwards of [B, T, 12] that do the same at every length.
+ANY_LENGTH: dict[str, Callable[[Tensor], Tensor]] = {
+    "end before the last": lambda h: h[:, : h.shape[1] - 1],
+    "start at the last": lambda h: h[:, h.shape[1] - 1 :],
+    "end counted from the end": lambda h: h[:, :-2],
+    "start counted from the end": lambda h: h[:, -6:],
+    "end written in both ways": lambda h: h[:, : -1 if h.shape[1] % 2 else h.shape[1] - 1],
+    "all but the first": lambda h: h[:, 1:],
+    "cut behind the end": lambda h: h[:, :100],
+    "narrow": lambda h: h.narrow(1, h.shape[1] - 2, 2),
+    "narrow_copy": lambda h: torch.narrow_copy(h, 1, h.shape[1] - 2, 2),
+    "slice_scatter": lambda h: h.slice_scatter(h[:, 1:], 1, 0, h.shape[1] - 1),
+    "select": lambda h: h[:, -1],
+    "expand": lambda h: h[:, :1].expand(h.shape),
+    "enlarged": lambda h: F.interpolate(h.mT, scale_factor=2),
+    "group_norm": lambda h: F.group_norm(h.mT, 3),
+    "attention": lambda h: F.scaled_dot_product_attention(*[h.unflatten(2, (3, 4)).transpose(1, 2)] * 3),
+    "a factor": lambda h: torch.add(h, h, alpha=h.shape[1]).clamp(max=h.shape[1]) / h.shape[1],
+}
+
+
+@pytest.mark.parametrize("name", ANY_LENGTH)
+def test_texts_of_another_length_have_the_same_structure(name: str) -> None:
+    structure = Structures(ANY_LENGTH[name])
+    assert len({structure(EXAMPLES, length) for length in (5, 6, 9, 12)}) == 1
+
+
+# Operations in place on a view of [B, T, 12]; torch gives the view an AsStrided node then, with all of its sizes.
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda h: h.view(-1, WIDTH).mul_(3),
+    "a dimension more": lambda h: h.unflatten(2, (3, 4)).mul_(3),
+    "heads": lambda h: h.unflatten(2, (3, 4)).transpose(1, 2).mul_(3),
+    "parts": lambda h: h.view(2 * len(h), -1, WIDTH).mul_(3),
+    "time first": lambda h: h.view(h.shape[1], len(h), WIDTH).mul_(3),
+    "one position": lambda h: h[:, 2].mul_(3),
+    "positions": lambda h: h[:, 1:3].mul_(3),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_an_operation_in_place_on_a_view_has_one_structure_at_every_batch_size(name: str) -> None:
+    structure = Structures(lambda h: IN_PLACE[name](h.mul(2)))
+    assert len({structure(examples, LENGTH) for examples in (2, 3, 4, 8)}) == 1
+
+
+def test_a_view_in_another_order_has_another_structure() -> None:
+    structure = Structures(lambda h, *stride: h.mul(2).as_strided((4, 12, 12), (*stride, 1)))
+    assert len({structure(EXAMPLES, LENGTH, *stride) for stride in ((144, 12), (12, 48), (12, 12))}) == 3
+
+
+def test_windows_that_begin_later_in_each_example_have_a_structure_for_each_batch_size() -> None:
+    """Those of two examples are their own; the last of thirteen would begin in another example."""
+    structure = Structures(lambda h: h.as_strided((len(h), 12), (LENGTH * WIDTH + 1, 1)))
+    assert structure(2, LENGTH) != structure(3, LENGTH)
+
+
+def two_layers(m: Any, x: Tensor, other: bool) -> Tensor:
+    layers = (m.first, m.last) if other else (m.last, m.first)
+    return layers[1](layers[0](x)).square().sum(1)
+
+
+def cut_at_random(m: Any, x: Tensor, cut: int, turn: bool = False) -> Tensor:
+    h = m.first(x).tanh()
+    h = torch.cat([h[:, :cut].exp(), h[:, cut:] * 2], 1)
+    return m.last(h + turn * h.roll(1, 0)).square().flatten(1).sum(1)
+
+
+class TwoLayers(nn.Module):
+    """Two layers, for a forward that is given."""
+
+    def __init__(self, form: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.form = nn.Linear(6, 6), nn.Linear(6, 6), form
 
     def forward(self, *inputs: Any) -> Tensor:
         return self.form(self, *inputs)
 
 
-def squared(h: Tensor) -> Tensor:
-    return h.square().flatten(1).sum(1)
-
-
 def test_two_layers_of_one_kind_are_told_apart() -> None:
-    def form(m: Any, x: Tensor, other: bool) -> Tensor:
-        layers = (m.first, m.last) if other else (m.last, m.first)
-        return squared(layers[1](layers[0](x)))
-
-    model = ghostclip.wrap(Model(form))
+    model = ghostclip.wrap(TwoLayers(two_layers))
     names = ParameterNames(model)
-    found = [read_graph(model(torch.randn(X), other), names).structure for other in (False, True, False)]
+    found = [read_graph(model(torch.randn(4, 6), other), names).structure for other in (False, True, False)]
     assert found[0] == found[2] != found[1]
 
 
 def test_no_more_is_remembered_than_structures_of_the_last_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that cuts at random makes a new graph in most steps; what was forgotten is measured anew."""
     monkeypatch.setattr(layouts, "REMEMBERED", 3)
-
-    def form(m: Any, x: Tensor, cut: int, turn: bool = False) -> Tensor:
-        h = m.first(x).tanh()
-        h = torch.cat([h[:, :cut].exp(), h[:, cut:] * m.bare[0]], 1)
-        return squared(m.last(h + turn * h.roll(1, 0)))
-
-    model = Model(form).double()
+    model = TwoLayers(cut_at_random).double()
     clipper = GhostClipper(model)
     for cut in [*range(9), *range(9)]:
-        losses = model(torch.randn(EXAMPLES, 9, WIDTH).double(), cut)
+        losses = model(torch.randn(EXAMPLES, 9, 6).double(), cut)
         expected = oracle.norms_by_single_losses(model, losses)
-        torch.testing.assert_close(clipper.norms(losses), expected, rtol=1e-10, atol=0)
+        torch.testing.assert_close(clipper.norms(losses), expected)
         assert len(clipper.passes._layouts._structures) <= 4
     with pytest.raises(UnsupportedModelError, match="mix"):
-        clipper.norms(model(torch.randn(EXAMPLES, 9, WIDTH).double(), 3, True))
+        clipper.norms(model(torch.randn(EXAMPLES, 9, 6).double(), 3, True))
+
+
+def moved(form: Callable[[Tensor, Any], Tensor]) -> Callable[..., Tensor]:
+    """Rows are moved between the layers."""
+    return lambda m, x, argument: m.last(form(m.first(x).tanh(), argument)).square().flatten(1).sum(1)
+
+
+def scattered(h: Tensor, first: int) -> Tensor:
+    return torch.as_strided_scatter(torch.zeros_like(h), h[:3], (3, 6), (6, 1), 6 * first)
+
+
+# (what moves rows, a shape and an argument with which each row stays, a shape and an argument with which rows mix).
+MIXING: dict[str, tuple[Callable[[Tensor, Any], Tensor], tuple[int, ...], Any, tuple[int, ...], Any]] = {
+    "rot90 k": (lambda h, k: h.rot90(k, (0, 1)), (6, 6, 6), 0, (6, 6, 6), 2),
+    "as_strided_scatter": (scattered, (6, 6), 0, (6, 6), 1),
+    "select index": (lambda h, k: torch.cat([h[:7], h.select(0, k)[None], h[8:]]), (10, 6), 7, (10, 6), -1),
+    "as_strided of longer texts": (lambda h, _: h.as_strided((len(h), 2, 6), (12, 6, 1)), (4, 2, 6), 0, (4, 3, 6), 0),
+    "as_strided of first rows": (lambda h, _: h.as_strided((len(h), 6), (12, 1)), (4, 2, 6), 0, (4, 3, 6), 0),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_rows_that_move_by_an_argument_of_a_later_batch_are_measured(name: str) -> None:
+    form, shape, argument, later, other = MIXING[name]
+    torch.manual_seed(0)
+    model = TwoLayers(moved(form)).double()
+    clipper = GhostClipper(model)
+    for size, given in ((shape, argument),) * 3 + ((later, other),):
+        losses = model(torch.randn(size).double(), given)
+        expected = oracle.norms_by_single_losses(model, losses)
+        with suppress(UnsupportedModelError) if size is later and given is other else nullcontext():
+            torch.testing.assert_close(clipper.norms(losses), expected, rtol=1e-10, atol=0)
+
+
+def nodes_of(tensor: Tensor) -> list[Any]:
+    found, stack = [], [tensor.grad_fn]
+    while stack:
+        found.append(node := stack.pop())
+        stack += [below for below, _ in node.next_functions if below is not None]  # type: ignore[union-attr]
+    return found
+
+
+def test_no_saved_tensor_is_unpacked() -> None:
+    """Under activation checkpointing that would compute it again."""
+
+    def unpack(_: Any) -> Tensor:
+        raise AssertionError("a saved tensor was read")
+
+    with saved_tensors_hooks(lambda tensor: tensor, unpack):
+        for form, argument, _ in OPERATIONS.values():
+            h = torch.randn(EXAMPLES, LENGTH, WIDTH, requires_grad=True)
+            for node in nodes_of(form(h * h, argument)):
+                if (signature := signature_of(type(node))) is not None:
+                    signature(node)
+
+
+class Own(torch.autograd.Function):
+    """A function of the user's, which has no saved numbers that torch knows of."""
+
+    _saved_k = 3
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, by: int) -> Tensor:
+        ctx.by = ctx._saved_by = by
+        return h * by
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.by, None
+
+
+def test_a_function_of_the_users_says_nothing() -> None:
+    assert signature_of(type(Own.apply(torch.randn(3, requires_grad=True), 2).grad_fn)) is None
+
+
+def types_of_arguments() -> dict[str, set[str]]:
+    """{name of a number that nodes save: its types in the signatures of torch's operations}."""
+    types: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for schema in torch._C._jit_get_all_schemas():
+        operation = schema.name.partition("::")[2].replace("_", "").lower()
+        for argument in schema.arguments:
+            types[operation, argument.name].add(str(argument.type))
+    found: dict[str, set[str]] = defaultdict(set)
+    for kind, node in vars(torch._C._functions).items():
+        operation = re.sub(r"Backward(AutogradNestedTensor)?\d+(_copy)?$", "", kind).lower()
+        for name in dir(node):
+            if name.startswith("_saved_") and not hasattr(node, f"_raw{name}"):
+                found[name] |= types[operation, name.removeprefix("_saved_")]
+    return found
+
+
+FLOATS = {"float", "number", "Optional[float]", "Optional[number]", "List[number]"}
+
+
+def test_the_factors_are_the_numbers_that_may_be_floats() -> None:
+    """Of this version of torch. ``upper`` is a bool of triangular matrices, too."""
+    types = types_of_arguments()
+    floats = {name for name, own in types.items() if own & FLOATS}
+    assert len(types) > 100
+    assert floats - FACTORS == {"_saved_upper"}
+    assert {name for name in FACTORS if types[name] & {"bool", "str", "List[int]", "Optional[List[int]]"}} == set()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from computed_programs import COMPUTED
 from difficult_programs import BATCHES, DIFFICULT
 from honest_programs import (
     EXPERTS,
@@ -14,9 +15,12 @@ from honest_programs import (
     random_program,
 )
 from law_checks import assert_exact, assert_within_rounding
+from outside_programs import OUTSIDE
 from zoo.measuring import in_double
 
 MODELS = (*EXPERTS, *NETWORKS, *RAGGED, *WITHOUT_BATCH_DIM, *WITHOUT_BATCH_INDEX)
+# Weights that are cast where parameters are of float32.
+CASTS = [program for program in COMPUTED if "cast" in program.name]
 SEEDS, MANY = 25, 425
 # Of the layers one in so many in float32.
 SHARE = 6
@@ -25,6 +29,12 @@ SHARE = 6
 @pytest.mark.parametrize("program", LAYERS, ids=str)
 @pytest.mark.one_in(5)
 def test_layers(program):
+    assert_exact(program, 0, torch.float64)
+
+
+@pytest.mark.parametrize("program", [*COMPUTED, *OUTSIDE], ids=str)
+@pytest.mark.one_in(4)
+def test_parameters_outside_of_layers(program):
     assert_exact(program, 0, torch.float64)
 
 
@@ -51,7 +61,7 @@ def test_many_random_graphs(start):
         assert_exact(random_program(seed), 0, torch.float64)
 
 
-@pytest.mark.parametrize("program", [*LAYERS[::SHARE], *MODELS, *DIFFICULT], ids=str)
+@pytest.mark.parametrize("program", [*LAYERS[::SHARE], *MODELS, *DIFFICULT, *CASTS], ids=str)
 @pytest.mark.one_in(4)
 def test_in_float32(program):
     assert_exact(program, 0, torch.float32)

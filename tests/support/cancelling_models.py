@@ -52,6 +52,28 @@ def squared_error(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(model(inputs), targets, reduction="none").sum((1, 2))
 
 
+class FanOut(nn.Module):
+    """Losses of z - a z with a near 1: the gradients of both branches cancel."""
+
+    def __init__(self, factor: float, kind: str = "linear") -> None:
+        super().__init__()
+        self.layer = {"linear": nn.Linear(16, 16), "lstm": nn.LSTM(16, 16, batch_first=True)}[kind]
+        self.factor = factor
+        self.register_buffer("scale", torch.rand(16))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        z = self.layer(inputs)
+        z = z[0] if isinstance(z, tuple) else z
+        # The factors are copies, lest the branches share a node.
+        return (z * self.scale.clone() - self.factor * z * self.scale.clone()).flatten(1).sum(1)
+
+
+def fan_out_batches(examples: int, positions: tuple[int, ...] = (1, 5)):
+    for size in (1e3, 1e8, 1e10, 1e12):
+        for count in positions:
+            yield (size * torch.randn(examples, count, 16),)
+
+
 class Twice(nn.Module):
     """One linear layer used twice, its second use on the first one's negative."""
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-__all__ = ["LOSSES", "MISTAKES", "WAYS", "Experts"]
+__all__ = ["LATER", "LOSSES", "MISTAKES", "WAYS", "Experts"]
 
 WIDTH, INSIDE, EXPERTS, CHOSEN = 4, 6, 3, 2
 
@@ -134,9 +135,14 @@ def biases(m, h, weights, chosen):
     return (torch.cat(parts) * scale)[inverse].view(len(h), CHOSEN, WIDTH).sum(1)
 
 
+def checkpointed(m, h, weights, chosen):
+    """A block whose activations are computed again."""
+    return checkpoint(matrices, m, h, weights, chosen, use_reentrant=False)
+
+
 WAYS = {
     way.__name__: way
-    for way in (layers, matrices, from_a_batch_of_one, masks, selected, splits, slices, normed, biases)
+    for way in (layers, matrices, from_a_batch_of_one, masks, selected, splits, slices, normed, biases, checkpointed)
 }
 
 
@@ -197,3 +203,69 @@ def balanced(model: nn.Module, x: Tensor) -> Tensor:
 
 
 LOSSES = {"plain": token_losses, "balanced": balanced}
+
+
+# Mistakes of some batches, in which ``model.wrong`` is true; in batches of four examples of five tokens ---
+
+
+def one_token_elsewhere(m, h, weights, chosen):
+    """A single row among many comes back at another example's."""
+    found = torch.zeros_like(h)
+    for expert, layer in enumerate(m.layers):
+        row, place = torch.where(chosen == expert)
+        other = row.clone()
+        if m.wrong and expert == 1:
+            other[-1] = 0 if row[-1] >= 5 else 19
+        found = found.index_add(0, other, layer(h[row]) * weights[row, place, None])
+    return found
+
+
+def met_in_a_product(batched: bool) -> Callable:
+    """Four picked tokens of four features are four of both, in whichever dimension."""
+
+    def way(m, h, weights, chosen):
+        picked = torch.tensor([0, 6, 11, 16] if m.wrong else [0, 1, 2, 3])
+        inside = m.layers[0](h[picked])
+        pairs = m.layers[1](h[picked]).softmax(1)
+        met = torch.bmm(pairs.unsqueeze(0), inside.unsqueeze(0))[0] if batched else pairs @ inside
+        return torch.zeros_like(h).index_add(0, picked, met)
+
+    return way
+
+
+def back_twice(places: tuple[int, ...], at_once: bool) -> Callable:
+    """A token comes back twice, once at another example: the right place may be the first, the last, or the larger."""
+    back = torch.tensor(places)
+
+    def way(m, h, weights, chosen):
+        inside = m.layers[0](h[[0, 1, 6]])
+        if at_once:
+            return torch.zeros_like(h).index_add(0, back, inside[[0, 1, 2, 2]])
+        return torch.zeros_like(h).index_add(0, back[:3], inside).index_add(0, back[[0, 1, 3]], inside)
+
+    return way
+
+
+def penalized(m, h, weights, chosen):
+    """A penalty on all that an expert says."""
+    row, _ = torch.where(chosen == 0)
+    inside = m.layers[0](h[row])
+    return torch.zeros_like(h).index_add(0, row, inside) + m.wrong * inside.square().mean()
+
+
+def of_rows_outside(m, h, weights, chosen):
+    """Rows that come from outside of the graph."""
+    return layers(m, h.detach(), weights, chosen)
+
+
+# {name: (way, losses, what comes of each batch; those to be refused are the wrong ones)}
+LATER: dict[str, tuple[Callable, str, str]] = {
+    "one token elsewhere": (one_token_elsewhere, "plain", "ER"),
+    "tokens that meet in a product": (met_in_a_product(batched=False), "plain", "SR"),
+    "tokens that meet in a batched product": (met_in_a_product(batched=True), "plain", "SR"),
+    **{f"a token that comes back at {places}, at once {at_once}": (back_twice(places, at_once), "plain", "R")
+       for places in ((0, 1, 6, 12), (0, 1, 6, 2), (0, 1, 2, 6)) for at_once in (True, False)},
+    **{f"balanced over the batch: {name}": (WAYS[name], "balanced", "R") for name in ("layers", "matrices", "splits")},
+    "a penalty on all that an expert says": (penalized, "plain", "EERER"),
+    "rows from outside of the graph": (of_rows_outside, "plain", "E"),
+}  # fmt: skip

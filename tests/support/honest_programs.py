@@ -62,13 +62,15 @@ def _expert(name: str, time_first: bool) -> Program:
     return Program(
         f"experts by {name}{' time first' * time_first}", lambda: expert_models.Experts(way, time_first),
         lambda number: (torch.randn(EXAMPLES[number], 5, 4),), expert_models.LOSSES["plain"],
+        wrap={"batch_dim": {"below": 1, "head": 1}} if time_first else {},
     )  # fmt: skip
 
 
 def _ragged(name: str) -> Program:
     case = ragged_models.CASES[name]
     return Program(
-        f"ragged {name}", case.build, lambda number: (ragged_models.graphs(SIZES[number], torch.float32),),
+        f"ragged {name}", case.build,
+        lambda number: (ragged_models.shuffled(ragged_models.graphs(SIZES[number], torch.float32)),),
         ragged_models.losses, index=lambda batch: case.index(batch),
         narrow=name not in WIDE_ONLY,
     )  # fmt: skip
@@ -96,7 +98,9 @@ RAGGED = tuple(_ragged(name) for name in ragged_models.CASES)
 # {program: the library that its code comes from}
 ZOO = {_of_a_library(subject): subject.library for subject in SUBJECTS if not subject.refused}
 # Whose rows are whose is measured: neither `batch_dim` nor `batch_index` is needed.
-WITHOUT_BATCH_DIM = tuple(replace(each, name=f"{each.name} without batch_dim", wrap={}) for each in LAYERS if each.wrap)
+WITHOUT_BATCH_DIM = tuple(
+    replace(each, name=f"{each.name} without batch_dim", wrap={}) for each in (*LAYERS, *EXPERTS) if each.wrap
+)
 WITHOUT_BATCH_INDEX = tuple(replace(each, name=f"{each.name} without batch_index", index=None) for each in RAGGED)
 
 

@@ -7,10 +7,13 @@ networks. ``HOOKS`` do the same to gradients. The others are whole programs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import expert_models
 import torch
+from case_fallback import with_parameters
+from case_models import Wired
 from difficult_programs import INSIDE, WIDTH, StackedGraphs, graphs, pooled_by_index
 from law_programs import Program, squares
 from torch import Tensor, nn
@@ -24,11 +27,15 @@ __all__ = [
     "MIXTURES",
     "NETWORKS",
     "NEVER",
+    "STATISTICS",
     "TOO_WEAK",
     "WEAK",
     "WHOLE",
+    "BareTimes",
+    "Context",
     "between",
     "hooked",
+    "pairs",
 ]
 
 Mixture = Callable[[Tensor], Tensor]
@@ -301,22 +308,52 @@ def contrastive(model: nn.Module, x: Tensor) -> Tensor:
     return F.cross_entropy(outputs @ outputs.T, torch.arange(len(x)), reduction="none")
 
 
+# Two layers of which the second's outputs for all examples are compared with the first's for each.
+PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "distances": lambda h, z: (h[:, None] - z[None]).square().sum(-1),
+    "products": lambda h, z: h @ z.T,
+    "mean": lambda h, z: h + z.mean(0),
+    "first": lambda h, z: h + z[:1],
+    "flattened": lambda h, z: torch.cat([h, z.view(1, -1).expand(len(h), -1)], dim=1),
+}
+# Parameters outside of layers meet other examples.
+BARE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "centred": lambda m, x: (lambda h: h - h.mean(0))(x * m.p),
+    "centred product": lambda m, x: (lambda h: h - h.mean(0))(x @ m.q),
+    "pairs": lambda m, x: (lambda h: h @ h.T)(x @ m.q),
+    "normalised by the batch": lambda m, x: F.batch_norm(x, None, None, m.p, training=True),
+    "pairwise distances": lambda m, x: (m.layer(x)[:, None] - (x * m.p)[None]).square().sum(-1),
+}
+
+
+def towers(between: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    parts = {"first": nn.Linear(WIDTH, 3), "second": nn.Embedding(7, 3)}
+    return Wired(lambda m, x, labels: between(m.first(x), m.second(labels)), **parts)
+
+
+def of_experts(losses: Callable[..., Tensor], model: nn.Module, x: Tensor, wrong: bool) -> Tensor:
+    model.wrong = wrong
+    return losses(model, x)
+
+
 WHOLE = (
     Program("an edge between graphs", lambda: StackedGraphs(pooled_by_index), joined_graphs, expect="RR"),
     Program("the batch as time", BatchAsTime, vectors, expect="RR"),
-    Program("losses of pairs", perceptron, lambda number: (torch.randn(128, WIDTH),), pairs, "RRR"),
     Program("contrastive losses", perceptron, vectors, contrastive, "RR"),
     Program("losses minus their mean", perceptron, vectors, of_losses(lambda losses: losses - losses.mean()), "RR"),
     Program("losses over their sum", perceptron, vectors, of_losses(lambda losses: losses / losses.sum()), "RR"),
     Program("losses added up", perceptron, vectors, of_losses(lambda losses: losses.cumsum(0)), "RR"),
-    Program("a layer reads the mean of two", lambda: Context(STATISTICS["mean"]),
-            lambda number: (torch.randn(2, WIDTH),), expect="RR"),
     Program("a table by the batch", TableOfTheBatch, vectors, expect="RR"),
-    *[Program(f"a layer reads the {name}", lambda f=f: Context(f), vectors, expect="RR")
-      for name, f in STATISTICS.items()],
-    *[Program(f"a parameter times the {name}", lambda f=f: BareTimes(lambda x: f(x).mean()), vectors, expect="RR")
-      for name, f in STATISTICS.items()],
+    *[Program(f"two towers: {name}", lambda f=f: towers(f),
+              lambda number: (torch.randn(4, WIDTH), torch.randint(7, (4,))), expect="RR")
+      for name, f in PAIRS.items()],
+    *[Program(f"bare: {name}", lambda f=f: with_parameters(f, {"p": (WIDTH,), "q": (WIDTH, 3)},
+              layer=nn.Linear(WIDTH, WIDTH)), vectors, expect="RR") for name, f in BARE.items()],
     *[Program(f"experts {name}", lambda way=way: expert_models.Experts(way),
               lambda number: (torch.randn(EXAMPLES, 5, 4),), expert_models.LOSSES["plain"], "RR")
       for name, way in expert_models.MISTAKES.items()],
+    *[Program(f"experts: {name}", lambda way=way: expert_models.Experts(way),
+              lambda number, expect=expect: (torch.randn(4, 5, 4), expect[number] == "R"),
+              partial(of_experts, expert_models.LOSSES[losses]), expect)
+      for name, (way, losses, expect) in expert_models.LATER.items()],
 )  # fmt: skip

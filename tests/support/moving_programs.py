@@ -31,7 +31,6 @@ def joined(parts: Sequence[Tensor], by: int, dim: int = 0) -> Tensor:
 TURNED: dict[str, Callable[[Any, Tensor, int], Tensor]] = {
     "slices": lambda m, h, by: torch.cat([h[by:], h[:by]]),
     "selected": lambda m, h, by: torch.stack([h[(place + by) % len(h)] for place in range(len(h))]),
-    "split": lambda m, h, by: joined(h.split(1), by),
     "unbound": lambda m, h, by: torch.stack([h.unbind()[(place + by) % len(h)] for place in range(len(h))]),
     "with an operation between": lambda m, h, by: joined([part.tanh() for part in h.split(1)], by),
     "one of two, into a layer": lambda m, h, by: m.between(torch.stack([h, joined(h.split(1), 1)]).unbind()[by]),
@@ -49,12 +48,6 @@ def turned_and_back(turn: Callable[[Any, Tensor, int], Tensor]) -> Callable[...,
 
 for _name, _turn in TURNED.items():
     add(PARTS, turned_and_back(_turn), EXAMPLES, [(turn,) for turn in TURNS], _name)
-
-
-def sliced_in_another_term(m: Free, x: Tensor, turn: bool) -> Tensor:
-    h = m.first(x).tanh()
-    halves = [h[:2], h[2:]]
-    return squares(m.last(torch.cat(halves[::-1] if turn else halves))) + 0 * (halves[0] + halves[1]).mean()
 
 
 def permuted(m: Free, x: Tensor, turn: bool) -> Tensor:
@@ -78,26 +71,6 @@ def strided(m: Free, x: Tensor, turn: bool) -> Tensor:
 def padded(m: Free, x: Tensor, turn: bool) -> Tensor:
     """The first example is moved to the second's place, or each position is."""
     return squares(m.last(F.pad(m.first(x).tanh(), (0, 0, 0, 0, 1, -1) if turn else (0, 0, 1, -1, 0, 0))))
-
-
-def split_unequally(m: Free, x: Tensor, turn: bool) -> Tensor:
-    first, second = m.first(x).tanh().split([1, 3] if turn else [3, 1])
-    return squares(m.last(torch.cat([second, first] if turn else [first.roll(0, 0), second])))
-
-
-def unbound(m: Free, x: Tensor, turn: bool) -> Tensor:
-    return squares(m.last(torch.stack(m.first(x).tanh().unbind(0 if turn else 1), 1)))
-
-
-def parts_exchanged(m: Free, x: Tensor, turn: bool) -> Tensor:
-    """The second and the third part: hashes of -1 and -2 are the same in Python."""
-    parts = m.first(x).tanh().unbind(0)
-    return squares(m.last(torch.stack([parts[0], parts[2], parts[1], parts[3]] if turn else parts)))
-
-
-def chunks_with_an_operation_after_each(m: Free, x: Tensor, turn: bool) -> Tensor:
-    first, second = (part.tanh() for part in m.first(x).chunk(2))
-    return squares(m.last(torch.cat([second, first] if turn else [first, second])))
 
 
 def pooled(m: Free, x: Tensor, turn: bool) -> Tensor:
@@ -163,9 +136,8 @@ def shifted_by_an_own_function(m: Free, x: Tensor, turn: bool) -> Tensor:
 
 
 for _form, _shape in (
-    (sliced_in_another_term, EXAMPLES), (permuted, EXAMPLES), (transposed, SQUARE), (summed, SQUARE),
-    (strided, EXAMPLES), (padded, SQUARE), (split_unequally, EXAMPLES), (unbound, SQUARE), (parts_exchanged, EXAMPLES),
-    (chunks_with_an_operation_after_each, EXAMPLES), (cut_beside_a_multiple, TIME_FIRST),
+    (permuted, EXAMPLES), (transposed, SQUARE), (summed, SQUARE),
+    (strided, EXAMPLES), (padded, SQUARE), (cut_beside_a_multiple, TIME_FIRST),
     (indexed_beside_a_multiple, TIME_FIRST), (copied_into_slices, EXAMPLES), (copied_by_positions, SQUARE),
     (written_step_by_step, SQUARE), (a_parameter_times_pairs, (B, B)), (shifted_by_an_own_function, EXAMPLES),
 ):  # fmt: skip
@@ -271,22 +243,9 @@ def put_into_a_parameter(m: Free, x: Tensor, order: Tensor) -> Tensor:
     return squares(m.last(m.table.index_copy(0, order, torch.tanh(m.first(x)))))
 
 
-def scatter_reduced(m: Free, x: Tensor, order: Tensor) -> Tensor:
-    return squares(m.last(x.new_zeros(B, WIDTH).scatter_reduce(0, like(x, order, 0), m.first(x).tanh(), "sum")))
-
-
-def bags_of_activations(m: Free, x: Tensor, order: Tensor) -> Tensor:
-    return squares(m.last(F.embedding_bag(order[:, None], m.first(x).tanh(), mode="sum")))
-
-
-def rows_of_a_parameter_picked_twice(m: Free, x: Tensor, order: Tensor) -> Tensor:
-    return squares(m.last(F.embedding(torch.tensor([1, 6, 3, 4]), m.bare)[order] + 0 * x))
-
-
 for _form, _shape in (
     (positions_in_an_order, (B, 3, WIDTH)), (an_order_beside_all_positions, SQUARE),
     (positions_and_then_examples, SQUARE), (sorted_by_a_number, EXAMPLES), (put_into_a_parameter, EXAMPLES),
-    (scatter_reduced, EXAMPLES), (bags_of_activations, EXAMPLES), (rows_of_a_parameter_picked_twice, EXAMPLES),
 ):  # fmt: skip
     add(MOVES, _form, _shape, [(torch.tensor(order),) for order in ORDERS])
 for _form in (a_position_of_each, positions_of_heads):

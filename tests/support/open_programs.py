@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from difficult_programs import last_losses
+from einops import rearrange
 from free_programs import EXAMPLES, IN_ORDER, ORDERS, SQUARE, TURNS, WIDTH, B, Free, add, squares
 from law_programs import Program
 from torch import Tensor, nn
@@ -193,7 +194,31 @@ def positions_in_an_order_of_their_own(m: Free, h: Tensor) -> Tensor:
     return m.last(h.transpose(0, 1)[IN_ORDER.roll(1)].transpose(0, 1))
 
 
+def window_first(m: Free, h: Tensor) -> Tensor:
+    """Two rows an example in the batch dimension, which only a gradient tells how they are grouped."""
+    rows = m.last(rearrange(h, "b (w t) d -> (w b) t d", w=2))
+    return rearrange(rows, "(w b) t d -> b w t d", w=2).flatten(1)
+
+
+def example_first(m: Free, h: Tensor) -> Tensor:
+    return rearrange(m.last(rearrange(h, "b (w t) d -> (b w) t d", w=2)), "(b w) t d -> b w t d", w=2).flatten(1)
+
+
+def time_first(m: Free, h: Tensor) -> Tensor:
+    return m.last(h.transpose(0, 1)).transpose(0, 1).flatten(1)
+
+
+def centred_below_a_layer(m: Free, h: Tensor) -> Tensor:
+    return m.last(h - h.mean(0))
+
+
+def centred_above_a_layer(m: Free, h: Tensor) -> Tensor:
+    return (lambda found: found - found.mean(0))(m.last(h))
+
+
 for _branch, _shape, _letter in (
+    (window_first, SQUARE, "E"), (example_first, SQUARE, "E"), (time_first, SQUARE, "E"),
+    (centred_below_a_layer, EXAMPLES, "R"), (centred_above_a_layer, EXAMPLES, "R"),
     (a_parameter_of_its_own, EXAMPLES, "E"), (a_parameter_and_the_mean, EXAMPLES, "R"),
     (positions_in_an_order_of_their_own, SQUARE, "E"),
 ):  # fmt: skip

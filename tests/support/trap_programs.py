@@ -10,26 +10,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from difficult_programs import graphs
+from difficult_programs import StackedGraphs, graphs, pooled_by_mask, pooled_by_matrix
 from law_programs import Program, squares
-from mixing_programs import Context, pairs
+from mixing_programs import STATISTICS, BareTimes, Context, pairs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["TRAPS"]
+__all__ = ["IN", "OUT", "TRAPS", "WIDTH", "Two", "alike", "trap", "vectors"]
 
 IN, WIDTH, OUT, EXAMPLES = 5, 6, 3, 6
 Batches = Sequence[tuple[Any, ...] | Callable[[], tuple[Any, ...]]]
 TRAPS: list[Program] = []
 
 
-def trap(expect: str, **options: Any) -> Callable[[Callable[[], tuple[Any, ...]]], None]:
+def trap(expect: str, table: list[Program] = TRAPS, **options: Any) -> Callable[[Callable[[], tuple[Any, ...]]], None]:
     """Adds the program that a function describes: its model, a batch by number, and losses other than `squares`."""
 
     def add(describe: Callable[[], tuple[Any, ...]]) -> None:
         build, batch, *losses = describe()
         name = describe.__name__.replace("_", " ")
-        TRAPS.append(Program(name, build, batch, *losses, expect=expect, **options))
+        table.append(Program(name, build, batch, *losses, expect=expect, **options))
 
     return add
 
@@ -76,48 +76,39 @@ SQUARE, OTHERS = (4, 4, 4, 4), ((2, 6, 3, 5), (1, 7, 4, 4), (5, 5, 3, 3))
 IN_ORDER, PERMUTED, REVERSED = (0, 1, 2, 3, 4, 5), (3, 1, 5, 0, 2, 4), (5, 4, 3, 2, 1, 0)
 
 
-class GraphNetwork(nn.Module):
-    """Messages and pooling by matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(IN, 7), nn.Linear(7, WIDTH), nn.Linear(WIDTH, OUT)
-
-    def forward(self, x: Tensor, adjacency: Tensor, members: Tensor) -> Tensor:
-        h = torch.tanh(self.second(adjacency @ torch.tanh(self.first(adjacency @ x))))
-        return self.head(members @ h)
+def by_matrix() -> nn.Module:
+    return StackedGraphs(pooled_by_matrix)
 
 
-class MaskedPooling(GraphNetwork):
-    """No messages; pooled by a mask and a sum."""
+class MaskedPooling(StackedGraphs):
+    """No messages, lest the graph be measured for them."""
 
     def forward(self, x: Tensor, adjacency: Tensor, members: Tensor) -> Tensor:
-        h = torch.tanh(self.second(torch.tanh(self.first(x))))
-        return self.head((members[:, :, None] * h[None]).sum(1))
+        return self.head(self.pool(members, torch.tanh(self.second(torch.tanh(self.first(x))))))
 
 
 @trap("EEEEE")
 def graphs_of_one_size_then_of_others() -> tuple[Any, ...]:
     """A contraction over the examples' dimension with data is measured in every batch; here all have 16 nodes."""
-    return GraphNetwork, of_sizes(SQUARE, SQUARE, *OTHERS)
+    return by_matrix, of_sizes(SQUARE, SQUARE, *OTHERS)
 
 
 @trap("EEEEE")
 def graphs_then_another_number_of_nodes() -> tuple[Any, ...]:
     """A contraction over the examples' dimension with data is measured in every batch."""
-    return GraphNetwork, of_sizes((3, 3), (3, 3), (2, 8, 3, 7), (1, 5, 3, 3), (2, 2))
+    return by_matrix, of_sizes((3, 3), (3, 3), (2, 8, 3, 7), (1, 5, 3, 3), (2, 2))
 
 
 @trap("EEEEEEEE")
 def irregular_then_regular_by_chance() -> tuple[Any, ...]:
     """A structure that was irregular once is always measured."""
-    return GraphNetwork, of_sizes(*[OTHERS[0]] * 4, SQUARE, OTHERS[0], OTHERS[1], OTHERS[0])
+    return by_matrix, of_sizes(*[OTHERS[0]] * 4, SQUARE, OTHERS[0], OTHERS[1], OTHERS[0])
 
 
 @trap("EEEEEEE")
 def pooling_by_a_mask_then_other_sizes() -> tuple[Any, ...]:
     """A broadcasting that moves the examples' dimension is measured in every batch."""
-    return MaskedPooling, of_sizes(*[SQUARE] * 4, *OTHERS)
+    return lambda: MaskedPooling(pooled_by_mask), of_sizes(*[SQUARE] * 4, *OTHERS)
 
 
 class Permute(torch.autograd.Function):
@@ -202,8 +193,8 @@ class LastStep(nn.Module):
 
     def forward(self, x: Tensor, last: Tensor) -> Tensor:
         examples, steps, _ = x.shape
-        h = torch.tanh(self.second(torch.tanh(self.first(x.transpose(0, 1).reshape(-1, IN)))))
-        return (h.view(steps, examples, 2) * F.one_hot(last, steps).T[..., None]).sum(0)
+        rows = self.second(torch.tanh(self.first(x.transpose(0, 1).reshape(-1, IN))))
+        return (rows * F.one_hot(last, steps).T.reshape(-1, 1)).view(steps, examples, 2).sum(0)
 
 
 @trap("EEEEE")
@@ -330,33 +321,21 @@ def the_largest_entry_is_the_examples_own() -> tuple[Any, ...]:
 # What a shared layer or parameter reads -----------------------------------------------------------------------------
 
 
-@trap("RR")
-def a_layer_reads_the_maximum() -> tuple[Any, ...]:
-    """Half of the rows are overwritten by one row, not reversed."""
-    return lambda: Context(lambda x: x.amax(0, keepdim=True)), alike()
+READ: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    # Half of the rows are overwritten by one row, not reversed.
+    **{f"a layer reads the {name}": (lambda f=f: Context(f), EXAMPLES) for name, f in STATISTICS.items()},
+    # One of two rows is overwritten by the other, not exchanged with it.
+    "a layer reads the mean of two": (lambda: Context(STATISTICS["mean"]), 2),
+    # What enters at boundaries is compared too, though no layer reads it.
+    **{f"a bare parameter times the {name}": (lambda f=f: BareTimes(lambda x: f(x).mean()), EXAMPLES)
+       for name, f in STATISTICS.items()},
+}  # fmt: skip
+TRAPS += [Program(name, build, alike(examples), expect="RR") for name, (build, examples) in READ.items()]
 
 
 @trap("RR")
-def a_layer_reads_the_median() -> tuple[Any, ...]:
-    """Half of the rows are overwritten by one row, not reversed."""
-    return lambda: Context(lambda x: x.median(0, keepdim=True)[0]), alike()
-
-
-@trap("RR")
-def a_layer_reads_counts() -> tuple[Any, ...]:
-    """Half of the rows are overwritten by one row, not reversed."""
-    return lambda: Context(lambda x: (x > 0).to(x.dtype).sum(0, keepdim=True)), alike()
-
-
-@trap("RR")
-def a_layer_reads_the_mean_of_two() -> tuple[Any, ...]:
-    """One of two rows is overwritten by the other, not exchanged with it."""
-    return lambda: Context(lambda x: x.mean(0, keepdim=True)), alike(2)
-
-
-@trap("RR")
-def a_bare_parameter_times_the_mean() -> tuple[Any, ...]:
-    """What enters at boundaries is compared too, though no layer reads it."""
+def a_bare_parameter_times_the_mean_given_by_the_loss() -> tuple[Any, ...]:
+    """What enters at boundaries is compared too, where an argument of the model brings it."""
 
     def losses(model: nn.Module, x: Tensor) -> Tensor:
         return squares(model, x, x.mean())

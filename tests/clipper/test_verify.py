@@ -1,0 +1,90 @@
+"""`verify` passes where sums are the loop's, and names what is wrong where they aren't."""
+
+import pytest
+import torch
+from case_models import Wired, two_linears
+from case_types import project
+from cases import case
+from comparing import ready
+from torch import nn
+
+import ghostclip
+from ghostclip import VerificationError
+from ghostclip.nn import GhostLayer
+
+every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+
+
+@every_pass
+@pytest.mark.parametrize("name", ["mlp in place", "cnn", "transformer", "lstm decoder", "tied head"])
+def test_verify_passes_on_good_models(name, second_pass):
+    row = case(name)
+    model, clipper, _ = ready(row, second_pass=second_pass)
+    worst = clipper.verify(lambda m, batch: row.losses(m(*batch)), row.inputs())
+    assert worst <= 1e-9
+    assert all(p.grad is None for p in model.parameters())
+
+
+class KeysWithBias(nn.Module):
+    """Attention by hand: what a bias adds to all keys, the softmax takes away, so that its gradient is rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return torch.softmax(self.query(x) @ self.key(x).mT, dim=-1) @ x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_verify_does_not_compare_rounding_with_rounding(dtype):
+    torch.manual_seed(0)
+    clipper = ghostclip.GhostClipper(KeysWithBias().to(dtype), 0.1)
+    worst = clipper.verify(lambda m, x: m(x).square().sum((1, 2)), torch.randn(5, 7, 6, dtype=dtype))
+    assert 0 < worst < (1e-3 if dtype == torch.float32 else 1e-9)
+
+
+MIXING = {
+    "centred input": lambda m, x: m.body(x - x.mean(0)),
+    "centred output": lambda m, x: (lambda hidden: hidden - hidden.mean(0))(m.body(x)),
+    "contrastive": lambda m, x: (lambda hidden: hidden @ hidden.T)(m.body(x)),
+}
+
+
+@pytest.mark.parametrize("wiring", MIXING.values(), ids=MIXING)
+def test_verify_refuses_models_whose_examples_mix(wiring):
+    model = Wired(wiring, body=two_linears())
+    clipper = ghostclip.GhostClipper(model)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    with pytest.raises((VerificationError, ghostclip.UnsupportedModelError)):
+        clipper.verify(lambda m, batch: m(batch).square().mean(1), x)
+
+
+class Scale(nn.Module):
+    """A layer of the tests' own: one factor per feature."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class WrongScale(GhostLayer, Scale, wraps=Scale):
+    """Its rule forgets the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.capture(super().forward(x), x, parameters=("weight",))
+
+    def per_example(self, name, call, inputs, grad):
+        return grad
+
+
+@every_pass
+def test_verify_names_the_layer_whose_rule_is_wrong(second_pass):
+    model = nn.Sequential(nn.Linear(3, 4), Scale(4), nn.Linear(4, 2)).double()
+    clipper = ghostclip.GhostClipper(model, second_pass=second_pass)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    with pytest.raises(VerificationError, match=r"1\.weight"):
+        clipper.verify(lambda m, batch: project(m(batch)), x)

@@ -1,0 +1,338 @@
+"""Programs whose weights are computed from parameters: by parametrizations, pruning, hooks, functions, other models.
+
+Names begin with the kind of weight, by which tests choose them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from case_fallback import with_parameters
+from case_models import Wired
+from case_types import project
+from law_programs import Program
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.parametrize import register_parametrization
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["COMPUTED", "FORMS", "LINEAR", "Skeleton", "built", "called", "projected", "sized"]
+
+# Examples in each batch; there are six positions.
+SIZES = (6, 4, 1, 3, 8, 2, 5, 12, 6, 7)
+
+
+def sized(*shapes: tuple[int, ...]) -> Callable[[int], list[Tensor]]:
+    """Batches of normal numbers [B, *shape], of several sizes."""
+    return lambda number: [torch.randn(SIZES[number], *shape) for shape in shapes]
+
+
+def projected(model: nn.Module, *inputs: Any) -> Tensor:
+    return project(model(*inputs))
+
+
+class Curved(nn.Module):
+    """Entry by entry, with the parameter used twice."""
+
+    def forward(self, weight):
+        return 0.3 * torch.exp(weight) - torch.tanh(weight)
+
+
+class Rounded(nn.Module):
+    """A straight-through estimator by detach."""
+
+    def forward(self, weight):
+        return weight + (weight.round() - weight).detach()
+
+
+class RoundedByFunction(nn.Module):
+    """One by a Function of its own."""
+
+    class Round(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight):
+            return weight.round()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    def forward(self, weight):
+        return self.Round.apply(weight)
+
+
+class Masked(nn.Module):
+    """A mask of one entry for each of the weight's, or for each column."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.register_buffer("mask", torch.linspace(0, 1, 40).view(8, 5)[: shape[0]])
+
+    def forward(self, weight):
+        return weight * self.mask
+
+
+class Divided(nn.Module):
+    """Over its largest row's length, of the weight itself or of a curve of it."""
+
+    def __init__(self, change=lambda weight: weight):
+        super().__init__()
+        self.change = change
+
+    def forward(self, weight):
+        return self.change(weight) / weight.square().sum(1).sqrt().amax()
+
+
+class LowRank(nn.Module):
+    """LoRA."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.randn(2, 5)), nn.Parameter(torch.randn(8, 2))
+
+    def forward(self, weight):
+        return weight + self.up @ self.down
+
+
+class ByLayer(nn.Module):
+    """A layer computes it, which is followed through the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, weight):
+        return self.layer(weight)
+
+
+def checkpointed(m, x):
+    return checkpoint(m.layer, x, use_reentrant=False)
+
+
+class Twice(nn.Module):
+    """One layer, called twice."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+def parametrized(layer, parametrization, name="weight"):
+    register_parametrization(layer, name, parametrization)
+    return layer
+
+
+def pruned(layer, *names):
+    for name in names or ("weight",):
+        prune.random_unstructured(layer, name, 0.5)
+    return layer
+
+
+def low_rank():
+    layer = nn.Linear(5, 8)
+    layer.weight.requires_grad_(False)
+    return parametrized(layer, LowRank())
+
+
+def convolution(change, **options):
+    return nn.Sequential(change(nn.Conv1d(6, 4, 2, **options)), nn.Flatten(), nn.Linear(16, 8))
+
+
+LINEAR = {
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(5, 8)),
+    "weight_norm by hooks": lambda: nn.utils.weight_norm(nn.Linear(5, 8)),
+    "weight_norm of columns": lambda: parametrizations.weight_norm(nn.Linear(5, 8), dim=1),
+    "weight_norm of the whole": lambda: parametrizations.weight_norm(nn.Linear(5, 8), dim=None),
+    "weight_norm of both": lambda: parametrizations.weight_norm(parametrizations.weight_norm(nn.Linear(5, 8)), "bias"),
+    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(5, 8)),
+    "spectral_norm of columns": lambda: parametrizations.spectral_norm(nn.Linear(5, 8), dim=1, n_power_iterations=3),
+    "spectral_norm by hooks": lambda: nn.utils.spectral_norm(nn.Linear(5, 8)),
+    "spectral_norm of both": lambda: parametrizations.spectral_norm(parametrizations.spectral_norm(nn.Linear(5, 8))),
+    "spectral_norm, called twice": lambda: nn.Sequential(
+        Twice(parametrizations.spectral_norm(nn.Linear(5, 5))), nn.Linear(5, 8)
+    ),
+    "quotient": lambda: parametrized(nn.Linear(5, 8), Divided()),
+    "quotient of a curve": lambda: parametrized(nn.Linear(5, 8), Divided(torch.exp)),
+    "masked columns": lambda: parametrized(nn.Linear(5, 8), Masked(1)),
+    "masked after a curve": lambda: parametrized(parametrized(nn.Linear(5, 8), Curved()), Masked(8)),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(5, 8)),
+    "pruned": lambda: pruned(nn.Linear(5, 8)),
+    "pruned, both": lambda: pruned(nn.Linear(5, 8), "weight", "bias"),
+    "straight-through": lambda: parametrized(nn.Linear(5, 8), Rounded()),
+    "straight-through by a Function": lambda: parametrized(nn.Linear(5, 8), RoundedByFunction()),
+    "entry by entry": lambda: parametrized(nn.Linear(5, 8), Curved()),
+    "low rank": low_rank,
+    "two, one after the other": lambda: parametrized(parametrizations.weight_norm(nn.Linear(5, 8)), Curved()),
+    "called twice": lambda: nn.Sequential(Twice(parametrizations.weight_norm(nn.Linear(5, 5))), nn.Linear(5, 8)),
+    "computed by a layer": lambda: parametrized(nn.Linear(5, 8), ByLayer()),
+    "checkpointed": lambda: Wired(checkpointed, layer=parametrizations.weight_norm(nn.Linear(5, 8))),
+    "a normalization": lambda: nn.Sequential(parametrized(nn.LayerNorm(5), Curved()), nn.Linear(5, 8)),
+}
+POSITIONS = {
+    "weight_norm of a convolution": lambda: convolution(parametrizations.weight_norm),
+    "weight_norm in groups": lambda: convolution(parametrizations.weight_norm, groups=2),
+    "spectral_norm of a convolution": lambda: convolution(parametrizations.spectral_norm),
+    "spectral_norm in groups": lambda: convolution(parametrizations.spectral_norm, groups=2),
+    "pruned convolution": lambda: convolution(pruned),
+    "pruned in groups": lambda: convolution(pruned, groups=2),
+    "straight-through convolution": lambda: convolution(lambda layer: parametrized(layer, Rounded())),
+}
+
+
+def built(layer: Callable[[], nn.Module]) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.Sequential(layer(), nn.Tanh(), nn.Linear(8, 2)).eval()
+
+
+def folded(layer: Callable[[], nn.Module]) -> nn.Module:
+    """Positions are folded into the batch."""
+    return Wired(lambda m, x: m.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2]), layers=built(layer))
+
+
+# Without any layer ---
+
+
+def normalised(m):
+    return torch._weight_norm(m.v, m.g, 0)
+
+
+def divided(m):
+    return m.v / m.v.square().sum().sqrt()
+
+
+# name: a function of x and the parameters v [8, 5], g [8, 1], without any layer
+FUNCTIONS = {
+    "weight_norm": lambda m, x: F.linear(x, normalised(m)),
+    "weight_norm from the right": lambda m, x: x @ normalised(m).T,
+    "weight_norm's transpose": lambda m, x: F.linear(x, normalised(m)) @ normalised(m),
+    "one weight, twice": lambda m, x: (lambda weight: F.linear(torch.tanh(F.linear(x, weight)), weight.T))(
+        normalised(m)
+    ),
+    "weight_norm scaled": lambda m, x: torch.addmm(m.q, x.flatten(0, -2), normalised(m).T, beta=0.5, alpha=2.0),
+    "weight_norm, bias scaled": lambda m, x: torch.addmm(m.q, x.flatten(0, -2), normalised(m).T, beta=0.5),
+    "direction used again": lambda m, x: F.linear(x, normalised(m)) + F.linear(x, m.v),
+    "direction used twice": lambda m, x: F.linear(x, normalised(m)) + F.linear(x, divided(m)) * m.g.T,
+    "quotient": lambda m, x: F.linear(x, divided(m)),
+    "quotient's transpose": lambda m, x: F.linear(F.linear(x, m.v), divided(m).T),
+    "quotient by another": lambda m, x: F.linear(x, m.v / m.g.square().sum()),
+    "quotient of a computed one": lambda m, x: F.linear(x, normalised(m) / m.v.square().sum().sqrt()),
+    "quotient, number on top": lambda m, x: F.linear(x, m.v.square().sum().sqrt() / m.v),
+    "masked rows": lambda m, x: F.linear(x, m.v * torch.arange(8.0, dtype=x.dtype).view(8, 1)),
+    "masked by a parameter": lambda m, x: F.linear(x, m.v * m.g),
+    "one entry by entry": lambda m, x: F.linear(x, m.v * m.v.detach().sign() + m.v.sin()),
+    "cast": lambda m, x: F.linear(x.double(), torch.tanh(m.v).double()).to(x.dtype),
+    "low rank": lambda m, x: F.linear(x, m.v + m.g @ m.q[None, :5]),
+    "from the left": lambda m, x: (normalised(m) @ x.flatten(0, -2).T).T,
+}
+
+
+def function(name: str, frozen: str) -> nn.Module:
+    def wiring(m, x):
+        out = FUNCTIONS[name](m, x)
+        return (out if out.shape[0] == len(x) else out.unflatten(0, (len(x), -1))) + m.q[: out.shape[-1]] * 0.1
+
+    model = with_parameters(wiring, {"v": (8, 5), "g": (8, 1), "q": (8,)})
+    if frozen:
+        getattr(model, frozen).requires_grad_(False)
+    return model
+
+
+# name: a function of x [B, 6, 5] and filters p [6, 4, 3] or p [4, 6, 3]
+FILTERS = {
+    "plain": (lambda x, p: F.conv1d(x, p), (4, 6, 3)),
+    "strided, padded, dilated": (lambda x, p: F.conv1d(x, p, stride=2, padding=3, dilation=2), (4, 6, 3)),
+    "in groups": (lambda x, p: F.conv1d(x, p, groups=2, padding=1), (4, 3, 3)),
+    "transposed": (lambda x, p: F.conv_transpose1d(x, p, stride=2), (6, 4, 3)),
+    "transposed, with positions of its own": (
+        lambda x, p: F.conv_transpose1d(x, p, stride=1, dilation=3, output_padding=2), (6, 4, 3)),
+    "transposed in groups": (lambda x, p: F.conv_transpose1d(x, p, groups=3), (6, 2, 3)),
+    "two dimensions": (lambda x, p: F.conv2d(x.unsqueeze(1), p, padding=(0, 1)), (2, 1, 2, 3)),
+    "twice": (lambda x, p: F.conv1d(torch.tanh(F.conv1d(x, p, padding=1)), p), (6, 6, 3)),
+}  # fmt: skip
+
+
+def filters(name: str, change: Callable[[Tensor], Tensor], fold: bool) -> nn.Module:
+    convolve, shape = FILTERS[name]
+
+    def wiring(m, x):
+        out = convolve(x.flatten(0, 1) if fold else x, change(m.p))
+        return out.unflatten(0, (len(x), -1)) if fold else out
+
+    return with_parameters(wiring, {"p": shape})
+
+
+# Other tensors in the place of parameters, as torch.func.functional_call has it ---
+
+
+class Skeleton(nn.Module):
+    """A layer, a skeleton that is run with computed weights, and what these are computed from."""
+
+    def __init__(self, form: Callable[[Skeleton, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.low, self.skeleton, self.form = nn.Linear(3, 5), nn.Linear(5, 5), form
+        self.weights, self.down, self.up = (nn.Parameter(torch.randn(shape)) for shape in ((2, 5, 5), (2, 5), (5, 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self, self.low(x).tanh())
+
+
+def scaled(m: Skeleton, h: Tensor) -> Tensor:
+    return functional_call(m.skeleton, {"weight": m.skeleton.weight * 3}, (h,))
+
+
+def one_of_several(m: Skeleton, h: Tensor) -> Tensor:
+    h = functional_call(m.skeleton, {"weight": m.weights[0]}, (h,)).tanh()
+    return functional_call(m.skeleton, {"weight": m.weights[1], "bias": m.down[0]}, (h,))
+
+
+def uncertain(m: Skeleton, h: Tensor) -> Tensor:
+    return functional_call(m.skeleton, {"weight": m.weights[0] + F.softplus(m.weights[1]) * 0.3}, (h,))
+
+
+def low_rank_added(m: Skeleton, h: Tensor) -> Tensor:
+    return functional_call(m.skeleton, {"weight": m.skeleton.weight + m.up @ m.down}, (h,))
+
+
+def adapted(m: Skeleton, h: Tensor) -> Tensor:
+    """One step on something public."""
+    own = dict(m.skeleton.named_parameters())
+    with torch.enable_grad():  # `ghostclip.check` runs forwards without
+        loss = functional_call(m.skeleton, own, (torch.ones(1, 5, dtype=h.dtype),)).square().sum()
+        steps = torch.autograd.grad(loss, list(own.values()), create_graph=True)
+    return functional_call(m.skeleton, {k: w - 0.1 * g for (k, w), g in zip(own.items(), steps, strict=True)}, (h,))
+
+
+FORMS = {f.__name__: f for f in (scaled, one_of_several, uncertain, low_rank_added, adapted)}
+
+
+def called(name: str) -> nn.Module:
+    model = Skeleton(FORMS[name])
+    model.skeleton.requires_grad_(name != "low_rank_added")
+    return model
+
+
+COMPUTED = [
+    *(Program(f"linear: {name}{', one position' * (not shape[1:])}", partial(built, layer), sized(shape), projected)
+      for name, layer in LINEAR.items() for shape in ((6, 5), (5,))),
+    *(Program(f"linear: {name} folded", partial(folded, LINEAR[name]), sized((6, 5)), projected)
+      for name in ("weight_norm", "spectral_norm", "pruned", "low rank")),
+    *(Program(f"convolution: {name}", partial(built, layer), sized((6, 5)), projected)
+      for name, layer in POSITIONS.items()),
+    *(Program(f"function: {name}{', without ' * bool(frozen)}{frozen}{', one position' * (not shape[1:])}",
+              partial(function, name, frozen), sized(shape), projected)
+      for name in FUNCTIONS for frozen, shape in (("", (6, 5)), ("", (5,)), ("v", (6, 5)), ("g", (5,)))),
+    *(Program(f"filters: {name}{how}{', folded' * fold}", partial(filters, name, change, fold),
+              sized((3, 6, 5) if fold else (6, 5)), projected)
+      for name in FILTERS for how, change in (("", lambda p: p), (", computed", torch.tanh)) for fold in (False, True)),
+    *(Program(f"functional call: {name}", partial(called, name), sized((3,)), projected) for name in FORMS),
+]  # fmt: skip
