@@ -2681,8 +2681,8 @@ BY_MARKS = [
     Mutant(
         "a gradient where there was none goes unnoticed",
         LAID_OUT,
-        "        return bool(arrived) and bool(torch.stack(arrived).any())\n",
-        "        return False\n",
+        "        return torch.stack(arrived).any() if arrived else None\n",
+        "        return None\n",
         (*MOVED_ROWS, "zeros"),
     ),
     Mutant(
