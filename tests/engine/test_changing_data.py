@@ -5,11 +5,10 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import private_runs as runs
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from ghostclip import PrivacyError
 from ghostclip.sampling import LogicalBatches
@@ -32,7 +31,6 @@ class Frame:
 
 COLLECTIONS: dict[str, Callable[[], Any]] = {
     "tensors": lambda: COLUMNS,
-    "arrays": lambda: {name: column.numpy() for name, column in COLUMNS.items()},
     "lists": lambda: {name: column.tolist() for name, column in COLUMNS.items()},
     "a user's dict": lambda: UserDict(COLUMNS),
     "read-only": lambda: MappingProxyType(COLUMNS),
@@ -70,14 +68,12 @@ class Grown(Dataset[Any]):
 
 KINDS: dict[str, Callable[[list[Any]], Any]] = {
     "list": lambda rows: rows,
-    "data set": Grown,
     "loader": lambda rows: DataLoader(rows, batch_size=8),  # type: ignore[arg-type]
     "loader with workers": lambda rows: DataLoader(Grown(rows), batch_size=8, num_workers=1),
 }
 # What becomes of a list of 24 examples.
 CHANGES: dict[str, Callable[[list[Any]], Any]] = {
     "one less": lambda rows: rows.pop(),
-    "few left": lambda rows: rows.__delitem__(slice(1, None)),
     "empty": lambda rows: rows.clear(),
     "one more": lambda rows: rows.append(rows[0]),
 }
@@ -123,9 +119,3 @@ def test_a_data_set_s_own_failure_stays_its_own() -> None:
     batches = LogicalBatches(Broken(list(runs.data(SIZE))), batch_size=SIZE)
     with pytest.raises(IndexError, match="broken"):
         next(next(iter(batches)).physical())
-
-
-def test_users_and_parts_of_data_sets_may_stay_as_they_are() -> None:
-    data = ConcatDataset([runs.data(SIZE // 2), runs.data(SIZE // 2)])
-    batches = LogicalBatches(data, batch_size=4, unit_ids=np.arange(SIZE) // 3)
-    assert sum(1 for _ in batches) == 2

@@ -8,12 +8,10 @@ import torch
 from comparing import TOLERANCE
 from graphs import interpret
 from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import make_boxed_func
 
 import ghostclip
-from ghostclip.clipping import Automatic, Custom, Grouped, PerLayer
+from ghostclip.clipping import Automatic, Grouped, PerLayer
 from ghostclip.compiled import trial
-from ghostclip.compiled.region import _in_place, trace
 
 Adam = torch.optim.Adam
 
@@ -122,65 +120,6 @@ def test_a_graph_has_no_more_rows_than_batches_can_have(options, rows):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_policy_that_may_use_all_norms_is_not_compiled():
-    policy = Custom(lambda norms: 0.5 / (norms + 1), 0.5)
-    engine = compiled(engine_for(clipping=policy))
-    assert_same(train(engine, 9), train(engine_for(clipping=policy), 9))
-    assert ["Custom may look at all norms" in reason for reason in record_of(engine).refusals] == [True]
-    assert graphs_used(engine) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("interpreted")
-def test_schedules_and_empty_batches_compile_nothing_anew():
-    weights, sizes = [], []
-    for make in (compiled, lambda engine: engine):
-        engine = make(engine_for(examples=60, batch_size=3))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(engine.optimizer, 0.1, total_steps=30)
-        weights.append(train(engine, 30, schedule.step))
-        if make is compiled:
-            assert record_of(engine).graphs <= 2
-            assert record_of(engine).refusals == []
-            assert graphs_used(engine) > 20
-    for batch in engine_for(examples=60, batch_size=3).batches():
-        sizes.append(sum(batch.sizes))
-        batch.discard()
-    assert 0 in sizes
-    assert_same(*weights)
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.slow
-def test_dropout_draws_what_it_would_draw_eagerly():
-    states = []
-    for make in (compiled, lambda engine: engine):
-        engine = make(engine_for(dropout=0.5))
-        train(engine, 5)
-        states.append(torch.random.get_rng_state())
-    # Later steps draw for the padding, too.
-    assert torch.equal(*states)
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("spoil", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
-def test_an_example_that_is_not_finite_is_left_out(spoil):
-    def losses(model, batch):
-        return losses_of(model, batch) * torch.where(batch[0][:, 0] > 1.2, spoil, 1.0)
-
-    weights = []
-    for make in (compiled, lambda engine: engine):
-        engine = make(engine_for(examples=64))
-        train(engine, 7)
-        for batch in engine.batches():
-            record = engine.step(batch, losses)
-        assert (record.weights == 0).any()
-        weights.append([p.detach().clone() for p in engine.model.parameters()])
-        assert all(p.isfinite().all() for p in engine.model.parameters())
-        assert engine.steps_taken == 11
-    assert_same(*weights)
-
-
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("physical", [None, 9])
 def test_a_step_without_a_finite_example_is_named(physical, caplog):
     engine = compiled(engine_for(examples=64, max_physical_batch_size=physical))
@@ -222,40 +161,6 @@ def test_a_foreign_gradient_is_refused_before_anything_is_charged():
         break
     assert engine.steps_taken == 8
     assert_same([*engine.model.parameters()], before)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("interpreted")
-def test_a_graph_that_eager_beats_is_not_used(monkeypatch):
-    # A clock of our own: a graph takes 2 seconds, the eager passes 1.
-    readings = iter([0.0, 2.0, 2.0, 3.0] * trial.TRIALS)
-    monkeypatch.setattr(trial, "clock", lambda: next(readings))
-    engine = compiled(engine_for())
-    found, expected = train(engine, 12), train(engine_for(), 12)
-    assert_same(found, expected)
-    assert record_of(engine).refusals == ["eager is faster (1e+03 ms, compiled 2e+03)"]
-    assert graphs_used(engine) == 0
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.slow
-def test_inductor_knows_which_inputs_last(monkeypatch):
-    told = []
-
-    def inner(graph, inputs, *, static_input_idxs, **settings):
-        told.append(static_input_idxs)
-        return make_boxed_func(graph.forward)
-
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", inner)
-    weight, batch = torch.ones(3), torch.arange(6.0).view(2, 3)
-
-    def step(weight, batch):
-        return (batch.sum(0) * weight,)
-
-    graph = trace(step, [weight, batch], [weight, batch.roll(1, 0)])
-    (found,) = _in_place(graph, [weight, batch], 1)(weight, batch)
-    assert told == [[0]]
-    assert found.tolist() == [3.0, 5.0, 7.0]
 
 
 def test_a_gpu_has_done_its_work_when_the_clock_is_read(monkeypatch):

@@ -6,7 +6,6 @@ import private_runs as runs
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from ghostclip import PrivacyError, UnsupportedModelError
 from ghostclip.clipping import PerLayer
@@ -104,7 +103,6 @@ def test_optimizers_and_models_that_can_not_be_used(model: nn.Module) -> None:
     [
         ({"noise_multiplier": None}, "either noise_multiplier, or target_epsilon .* got neither"),
         ({"target_epsilon": 3.0, "epochs": 1}, "either noise_multiplier, or target_epsilon .* got both"),
-        ({"epochs": 3}, "epochs and steps say what target_epsilon is to be calibrated for"),
         ({"steps": 3}, "epochs and steps say what target_epsilon is to be calibrated for"),
         ({"noise_multiplier": None, "target_epsilon": 3.0}, "give either epochs or steps; got neither"),
         ({"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 1, "steps": 3}, "epochs or steps; got both"),
@@ -118,13 +116,9 @@ def test_optimizers_and_models_that_can_not_be_used(model: nn.Module) -> None:
         ({"noise_multiplier": float("nan")}, "^noise_multiplier must be a finite number >= 0; got nan"),
         ({"noise_multiplier": 1.0, "target_delta": 0.0}, "^target_delta must be a number in"),
         ({"noise_multiplier": 1.0, "batch_size": None}, "batch_size must be given with a dataset"),
-        ({"noise_multiplier": 1.0, "batch_size": 25}, r"batch_size must be at most len\(dataset\) = 24"),
-        ({"noise_multiplier": 1.0, "max_physical_batch_size": 0}, "^max_physical_batch_size must be a whole number"),
         ({"noise_multiplier": 1.0, "clipping": 0.0}, "^clipping must be a finite number > 0"),
         ({"noise_multiplier": 1.0, "second_pass": "fast"}, "^second_pass must be one of"),
         ({"noise_multiplier": 1.0, "noise": "loud"}, "^noise must be one of"),
-        ({"noise_multiplier": 1.0, "noise": "test"}, 'noise="test" needs a seed'),
-        ({"noise_multiplier": 1.0, "seed": 1}, "seed=1 would make the noise predictable"),
     ],
 )
 def test_arguments_out_of_range_or_that_do_not_go_together(
@@ -140,12 +134,6 @@ def test_a_misspelt_argument_is_refused(model: nn.Module) -> None:
     fresh = torch.optim.SGD(model.parameters())
     with pytest.raises(TypeError, match="noise_multiplyer"):
         runs.engine_for(model, fresh, noise_multiplyer=1.0)
-
-
-def test_samplers_of_the_users_own_are_refused(model: nn.Module) -> None:
-    loader = DataLoader(runs.data(), 4, sampler=WeightedRandomSampler([1.0] * 24, 24))
-    with pytest.raises(PrivacyError, match="WeightedRandomSampler"):
-        runs.engine_for(model, None, loader)
 
 
 @pytest.mark.parametrize("wrong", [{"delta": 0.0}, {"delta": float("nan")}, {"accountant": "gdp"}])

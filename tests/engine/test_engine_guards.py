@@ -1,6 +1,5 @@
-"""Steps, backwards and batches out of their order, and gradients of others: nothing is released or charged."""
+"""Steps, backwards and batches out of their order, and the mistakes of those who come from other libraries' loops."""
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ghostclip import BudgetExceededError, GradientLeakError, LossShapeError, PrivacyError
+import ghostclip
+from ghostclip import BudgetExceededError, GradientLeakError, LossShapeError, PrivacyError, VerificationError
 from ghostclip.engine import PrivacyEngine
 
 
@@ -23,27 +23,80 @@ def engine(model: nn.Sequential) -> PrivacyEngine:
     return runs.engine_for(model, noise_multiplier=1.0, clipping=1.0, max_physical_batch_size=2)
 
 
-def test_a_step_without_a_batch(engine: PrivacyEngine) -> None:
-    runs.assert_refused(
-        engine, PrivacyError, r"optimizer\.step\(\) was called without a logical batch.*engine\.batches\(\)"
-    )
+def without_a_batch(engine: PrivacyEngine) -> None:
+    pass
 
 
-def test_a_second_step_of_one_batch(engine: PrivacyEngine) -> None:
+def a_second_step(engine: PrivacyEngine) -> None:
     runs.gather(engine, next(runs.nonempty(engine)))
     engine.optimizer.step()
-    runs.assert_refused(engine, PrivacyError, "without a logical batch")
 
 
-def test_a_step_without_a_backward(engine: PrivacyEngine) -> None:
+def without_a_backward(engine: PrivacyEngine) -> None:
     next(runs.nonempty(engine))
-    runs.assert_refused(engine, PrivacyError, r"after 0 of the \d+ physical batches.*engine\.backward\(\)")
 
 
-def test_a_step_before_all_physical_batches_ran(engine: PrivacyEngine) -> None:
-    parts = next(runs.nonempty(engine)).physical()
-    engine.backward(runs.losses_of(engine.model, next(parts)))
-    runs.assert_refused(engine, PrivacyError, r"after 1 of the \d+ physical batches of this logical batch")
+def before_all_physical_batches(engine: PrivacyEngine) -> None:
+    engine.backward(runs.losses_of(engine.model, next(next(runs.nonempty(engine)).physical())))
+
+
+def plain_backwards(engine: PrivacyEngine) -> None:
+    for examples in next(runs.nonempty(engine)).physical():
+        runs.losses_of(engine.model, examples).sum().backward()
+        engine.optimizer.zero_grad()
+
+
+def a_plain_backward(engine: PrivacyEngine) -> None:
+    next(runs.nonempty(engine))
+    runs.plain_backward(engine.model)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (without_a_batch, r"optimizer\.step\(\) was called without a logical batch.*engine\.batches\(\)"),
+        (a_second_step, "without a logical batch"),
+        (without_a_backward, r"after 0 of the \d+ physical batches.*engine\.backward\(\)"),
+        (before_all_physical_batches, r"after 1 of the \d+ physical batches of this logical batch"),
+        (plain_backwards, r"ran for 0 of the \d+ physical batches.*doesn't count"),
+        (a_plain_backward, "after 0 of the"),
+    ],
+)
+def test_a_step_out_of_turn(engine: PrivacyEngine, mistake: Callable[[PrivacyEngine], None], message: str) -> None:
+    mistake(engine)
+    runs.assert_refused(engine, PrivacyError, message)
+
+
+def test_a_plain_backward_in_an_empty_batch(model: nn.Module) -> None:
+    engine = runs.engine_for(model, dataset=runs.data(2), batch_size=1, noise_multiplier=1.0)
+    while next(iter(engine.batches())).sizes:
+        runs.leave(engine)
+    runs.plain_backward(model)
+    before = runs.weights(model)
+    with pytest.raises(GradientLeakError, match="filled or changed by something other than per-example clipping"):
+        engine.optimizer.step()
+    assert torch.equal(runs.weights(model), before)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([], r"engine\.backward\(\) was called without a logical batch"),
+        ([True, None], "ran for 1 of the 1 physical batches.*exactly once"),
+        ([False, True], "ran for 0 of the 2 physical batches"),
+    ],
+    ids=["no batch", "twice", "left out"],
+)
+def test_a_backward_out_of_turn(engine: PrivacyEngine, parts: list[bool | None], message: str) -> None:
+    """True: a physical batch with its backward; False: one without; None: the same again."""
+    examples = runs.data()[:2]
+    physical = next(runs.nonempty(engine)).physical() if parts else None
+    for number, part in enumerate(parts):
+        examples = examples if part is None else next(physical)
+        if part and number < len(parts) - 1:
+            engine.backward(runs.losses_of(engine.model, examples))
+    losses = runs.losses_of(engine.model, examples)
+    runs.assert_refused(engine, PrivacyError, message, lambda: engine.backward(losses))
 
 
 def test_a_batch_left_early_is_refused_with_how_many_parts_ran(engine: PrivacyEngine) -> None:
@@ -54,37 +107,6 @@ def test_a_batch_left_early_is_refused_with_how_many_parts_ran(engine: PrivacyEn
     runs.assert_refused(
         engine, PrivacyError, rf"after 1 of the {len(batch.sizes)} physical batches.*left early is discarded"
     )
-
-
-def test_plain_backwards_of_all_physical_batches(engine: PrivacyEngine) -> None:
-    batch = next(runs.nonempty(engine))
-    for examples in batch.physical():
-        runs.losses_of(engine.model, examples).sum().backward()
-        engine.optimizer.zero_grad()
-    runs.assert_refused(engine, PrivacyError, rf"ran for 0 of the {len(batch.sizes)} physical batches.*doesn't count")
-
-
-def test_a_plain_backward_alone(engine: PrivacyEngine, model: nn.Module) -> None:
-    next(runs.nonempty(engine))
-    runs.plain_backward(model)
-    runs.assert_refused(engine, PrivacyError, "after 0 of the")
-
-
-def empty_batch(engine: PrivacyEngine) -> Any:
-    """A logical batch without examples."""
-    while (batch := next(iter(engine.batches()))).sizes:
-        runs.leave(engine)
-    return batch
-
-
-def test_a_plain_backward_in_an_empty_batch(model: nn.Module) -> None:
-    engine = runs.engine_for(model, dataset=runs.data(2), batch_size=1, noise_multiplier=1.0)
-    empty_batch(engine)
-    runs.plain_backward(model)
-    before = runs.weights(model)
-    with pytest.raises(GradientLeakError, match="filled or changed by something other than per-example clipping"):
-        engine.optimizer.step()
-    assert torch.equal(runs.weights(model), before)
 
 
 def test_a_plain_backward_before_ours(engine: PrivacyEngine, model: nn.Module) -> None:
@@ -105,64 +127,18 @@ def test_zeroing_in_place_is_zeroing(engine: PrivacyEngine) -> None:
     assert engine.steps_taken == len(engine.batches())
 
 
-def test_a_backward_without_a_batch(engine: PrivacyEngine, model: nn.Module) -> None:
-    losses = runs.losses_of(model, runs.data()[:2])
-    runs.assert_refused(
-        engine,
-        PrivacyError,
-        r"engine\.backward\(\) was called without a logical batch",
-        lambda: engine.backward(losses),
-    )
-
-
-def test_two_backwards_of_one_physical_batch(engine: PrivacyEngine, model: nn.Module) -> None:
-    examples = next(next(runs.nonempty(engine)).physical())
-    engine.backward(runs.losses_of(model, examples))
-    again = runs.losses_of(model, examples)
-    runs.assert_refused(
-        engine, PrivacyError, "ran for 1 of the 1 physical batches.*exactly once", lambda: engine.backward(again)
-    )
-
-
-def test_a_physical_batch_left_out(engine: PrivacyEngine, model: nn.Module) -> None:
-    parts = next(runs.nonempty(engine)).physical()
-    next(parts)
-    losses = runs.losses_of(model, next(parts))
-    runs.assert_refused(engine, PrivacyError, "ran for 0 of the 2 physical batches", lambda: engine.backward(losses))
-
-
-def test_losses_that_are_not_one_for_each_example(engine: PrivacyEngine, model: nn.Module) -> None:
-    batch = next(runs.nonempty(engine))
-    parts = batch.physical()
-    examples = next(parts)
-    losses = runs.losses_of(model, examples)
-    for wrong in (torch.cat([losses, losses]), losses[:1], losses[:, None], losses.sum()):
-        with pytest.raises(LossShapeError):
-            engine.backward(wrong)
-    # Nothing was gathered, so the right losses may still come.
-    engine.backward(runs.losses_of(model, examples))
-    gather_rest(engine, parts)
-    engine.optimizer.step()
-
-
-def gather_rest(engine: PrivacyEngine, parts: Any) -> None:
-    for examples in parts:
-        engine.backward(runs.losses_of(engine.model, examples))
-
-
-def test_a_wrong_call_later_in_a_batch_keeps_what_was_gathered() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        model = runs.network(dtype)
-        engine = runs.engine_for(model, dataset=runs.data(dtype=dtype), max_physical_batch_size=2)
-        parts = next(runs.nonempty(engine)).physical()
-        engine.backward(runs.losses_of(model, next(parts)))
-        examples = next(parts)
-        with pytest.raises(LossShapeError):
-            engine.backward(runs.losses_of(model, examples).sum())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_of_a_wrong_shape_keep_what_was_gathered(dtype: torch.dtype) -> None:
+    model = runs.network(dtype)
+    engine = runs.engine_for(model, dataset=runs.data(dtype=dtype), max_physical_batch_size=2)
+    for examples in next(runs.nonempty(engine)).physical():
+        losses = runs.losses_of(model, examples)
+        for wrong in (torch.cat([losses, losses]), losses[:0], losses[:, None], losses.sum()):
+            with pytest.raises(LossShapeError):
+                engine.backward(wrong)
         engine.backward(runs.losses_of(model, examples))
-        gather_rest(engine, parts)
-        engine.optimizer.step()
-        assert engine.steps_taken == 1
+    engine.optimizer.step()
+    assert engine.steps_taken == 1
 
 
 def test_a_backward_that_fails_half_way_leaves_the_sums_before_it(
@@ -187,48 +163,6 @@ def test_a_backward_that_fails_half_way_leaves_the_sums_before_it(
     assert all(torch.count_nonzero(total) for total in before)
     assert all(map(torch.equal, sums.complete(model.parameters()), before))
     runs.assert_refused(engine, PrivacyError, "after 2 of the")
-
-
-def interrupted_by_an_exception(engine: PrivacyEngine, batch: Any) -> None:
-    def one_turn() -> None:
-        for examples in batch.physical():
-            engine.backward(runs.losses_of(engine.model, examples))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        one_turn()
-
-
-def interrupted_inside_of_step(engine: PrivacyEngine, batch: Any) -> None:
-    def fails_the_second_time(model: nn.Module, examples: Any) -> Any:
-        if batch.handed == 2:
-            raise RuntimeError("out of luck")
-        return runs.losses_of(model, examples)
-
-    with pytest.raises(RuntimeError, match="out of luck"):
-        engine.step(batch, fails_the_second_time)
-
-
-@pytest.mark.parametrize("leave", [interrupted_by_an_exception, interrupted_inside_of_step])
-def test_an_interrupted_batch_is_discarded_and_not_charged(leave: Callable[[PrivacyEngine, Any], None]) -> None:
-    finished = []
-    for interrupt in (True, False):
-        torch.manual_seed(2)
-        model = runs.network()
-        engine = runs.engine_for(model, noise="test", seed=9, clipping=0.5, max_physical_batch_size=2)
-        first = next(runs.nonempty(engine))
-        if interrupt:
-            leave(engine, first)
-            gc.collect()
-            assert all(p.grad is None for p in model.parameters())
-            with pytest.raises(PrivacyError):
-                engine.optimizer.step()
-        else:
-            runs.leave(engine)
-        engine.step(next(runs.nonempty(engine)), runs.losses_of)
-        assert engine.steps_taken == 1
-        finished.append(runs.weights(model))
-    assert torch.equal(*finished)
 
 
 def test_leaving_the_epoch_discards_too(engine: PrivacyEngine, model: nn.Module) -> None:
@@ -298,8 +232,7 @@ def test_a_closure_that_runs_twice_or_without_a_backward(engine: PrivacyEngine, 
 
 def test_a_spent_budget_stops_before_anything_is_released(model: nn.Module) -> None:
     engine = runs.engine_for(model, noise_multiplier=None, target_epsilon=0.5, epochs=1, clipping=1.0)
-    for batch in engine.batches():
-        engine.step(batch, runs.losses_of)
+    runs.train(engine)
     before = runs.weights(model)
     batch = next(iter(engine.batches()))
     with pytest.raises(BudgetExceededError, match=r"all 3 planned steps were taken.*epsilon = 0.5"):
@@ -309,3 +242,45 @@ def test_a_spent_budget_stops_before_anything_is_released(model: nn.Module) -> N
         engine.optimizer.step()
     assert engine.steps_taken == 3
     assert torch.equal(runs.weights(model), before)
+
+
+def test_a_logical_batch_unpacked_as_a_loader_s(engine: PrivacyEngine) -> None:
+    with pytest.raises(TypeError, match=r"can't be unpacked.*engine\.step\(batch, loss_fn\).*batch\.physical\(\)"):
+        _inputs, _targets = next(runs.nonempty(engine))
+
+
+def blown_up(model: nn.Module, batch: Any) -> torch.Tensor:
+    losses = runs.losses_of(model, batch)
+    return losses.mean().expand(len(losses))
+
+
+MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
+    "a criterion": (nn.CrossEntropyLoss(reduction="none"), TypeError, r"CrossEntropyLoss.*criterion\(model"),
+    "losses": (torch.zeros(2, requires_grad=True), TypeError, r"got Tensor.*engine\.backward\(losses\)"),
+    "a mean": (lambda model, batch: runs.losses_of(model, batch).mean(), LossShapeError, r'reduction="none"'),
+    "a mean for each": (blown_up, VerificationError, r'own example only \(reduction="none"\)'),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_another_thing_in_the_loss_function_s_place(engine: PrivacyEngine, name: str) -> None:
+    loss_fn, error, message = MISTAKES[name]
+    batch = next(runs.nonempty(engine))
+    runs.assert_refused(engine, error, message, lambda: engine.step(batch, loss_fn))
+
+
+def test_tensors_that_are_no_dataset() -> None:
+    model = runs.network()
+    with pytest.raises(TypeError, match=r"tuple of 2 tensors \(\[24, 5\], \[24\]\).*TensorDataset\(inputs, targets\)"):
+        runs.engine_for(model, dataset=(torch.zeros(24, 5), torch.zeros(24)), noise_multiplier=1.0)
+
+
+def test_a_loop_over_a_loader_of_one_s_own(engine: PrivacyEngine) -> None:
+    with pytest.raises(PrivacyError, match=r"not one of a DataLoader of yours.*for batch in engine\.batches\(\)"):
+        engine.step(runs.data()[:4], runs.losses_of)
+
+
+@pytest.mark.parametrize("call", [ghostclip.wrap, ghostclip.unwrap, ghostclip.check, ghostclip.GhostClipper])
+def test_no_module(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got function"):
+        call(lambda x: x)

@@ -10,7 +10,6 @@ import private_runs as runs
 import pytest
 import torch
 from graphs import interpret
-from opacus_programs import by_hand, mean_loss, private, train
 from ranks import on_ranks
 from sharded import QUIET, settled, sharded
 from sharded import weights as whole_weights
@@ -20,7 +19,6 @@ from torch.amp.grad_scaler import GradScaler
 import ghostclip
 from ghostclip.clipper.second_pass import ParameterSums
 from ghostclip.clipping import PerLayer
-from ghostclip.compat.opacus import BatchMemoryManager, PrivacyEngine, layers
 
 NORM, RATE = 0.5, 0.5
 
@@ -43,11 +41,6 @@ def assigned(model: nn.Module) -> None:
         parameter.grad = torch.full_like(parameter, 7.0)
 
 
-def through_numpy(model: nn.Module) -> None:
-    for grad in filled(model):
-        grad.detach().view(torch.uint8).numpy()[...] = 64
-
-
 def other_storage(model: nn.Module) -> None:
     for grad in filled(model):
         grad.data.set_(torch.full_like(grad, 7.0))
@@ -58,28 +51,13 @@ def stepped_with(model: nn.Module) -> None:
         kind(model.parameters(), lr=0.3, weight_decay=0.5).step()
 
 
-def unscaled(model: nn.Module) -> None:
-    scaler, optimizer = GradScaler("cpu", init_scale=0.125), torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler.scale(torch.zeros(()))
-    scaler.unscale_(optimizer)
-
-
-def fused(model: nn.Module) -> None:
-    if grads := list(filled(model)):
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(()), torch.tensor(8.0))
-
-
 # What is done between a backward and the step.
 WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "assigned": assigned,
     "data": lambda model: [grad.data.mul_(10) for grad in filled(model)],
-    "numpy": through_numpy,
     "storage": other_storage,
     "foreach": lambda model: torch._foreach_mul_(list(filled(model)), 3.0) if [*filled(model)] else None,
-    "fused": fused,
-    "unscale_": unscaled,
     "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
-    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-3) if [*filled(model)] else None,
     "zero_grad": lambda model: model.zero_grad(),
     "zeros": lambda model: model.zero_grad(set_to_none=False),
     "other optimizers": stepped_with,
@@ -140,8 +118,7 @@ def whole_steps(engine: Any, between: Callable[[], None]) -> None:
     charge = engine._steps.release.charge
     engine._steps.release.charge = lambda terms: (between(), charge(terms))
     for _ in range(4):
-        for batch in engine.batches():
-            engine.step(batch, runs.losses_of)
+        runs.train(engine)
 
 
 def compiled(engine: Any, between: Callable[[], None]) -> None:
@@ -276,33 +253,6 @@ def test_a_first_amount_is_kept_as_it_is() -> None:
     for _ in range(3):
         numbers.add((0, None), torch.ones(()))
     assert numbers.totals[0] == 3
-
-
-@pytest.mark.parametrize("name", ["assigned", "data", "numpy", "clip_grad_norm_", "zeros", "other optimizers"])
-def test_programs_for_opacus(name: str) -> None:
-    engine = PrivacyEngine()
-    model, optimizer, loader = private(engine, "images", layers)
-    seen = []
-
-    def before(*_: Any) -> None:
-        no_gradient(model)
-        WRITES[name](model)
-        seen.append(1)
-
-    # Before the hook by which the engine releases.
-    hooks = optimizer.original_optimizer._optimizer_step_pre_hooks
-    optimizer.original_optimizer.register_step_pre_hook(before)
-    hooks.move_to_end(next(reversed(hooks)), last=False)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as parts:
-        for step in train(parts, model, optimizer, mean_losses_of_parts):
-            expected = by_hand(step, mean_loss, optimizer.expected_batch_size, 0.5)
-            torch.testing.assert_close(step.grads, expected, rtol=1e-9, atol=1e-12)
-    assert seen
-
-
-def mean_losses_of_parts(model: nn.Module, batch: Any) -> Tensor:
-    no_gradient(model)
-    return mean_loss(model, batch)
 
 
 SHARDED = ["assigned", "data", "zeros", "backward", "other optimizers"]

@@ -1,8 +1,9 @@
-"""Exceptions and odd values in a logical batch: nothing unclipped or uncharged is released, and training goes on."""
+"""Exceptions, Ctrl-C and odd values in a step: nothing unclipped or uncharged is released, and training goes on."""
 
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from checked_training import NORM, RATE, Broken, Training, broken, small_engine
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ghostclip import PrivacyError
-from ghostclip.clipping import Custom, PerLayer
+import ghostclip
+from ghostclip.clipping import PerLayer
 from ghostclip.engine import PrivacyEngine
+from ghostclip.ledger import turns
 
 PLACES: dict[str, Callable[[PrivacyEngine, pytest.MonkeyPatch], object]] = {
+    "loss function": lambda engine, patch: patch.setattr(runs, "losses_of", broken),
     "clip": lambda engine, patch: patch.setattr(engine._steps._clipper.passes, "clip", broken),
     "charge": lambda engine, patch: patch.setattr(engine._steps.release, "charge", broken),
     "noise": lambda engine, patch: patch.setattr(engine._steps.release._noise, "release", broken),
@@ -32,53 +35,36 @@ PLACES: dict[str, Callable[[PrivacyEngine, pytest.MonkeyPatch], object]] = {
 }
 
 
+def a_turn(engine: PrivacyEngine, batch: Any, by_hand: bool) -> None:
+    if not by_hand:
+        engine.step(batch, runs.losses_of)
+        return
+    runs.gather(engine, batch)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["step", "by hand"])
 @pytest.mark.parametrize("place", PLACES)
-def test_an_exception_at_any_stage_of_a_step(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(small_engine())
+def test_an_exception_at_any_stage_of_a_step(place: str, by_hand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it comes again and again in one loop."""
+    training = Training(small_engine(), by_hand)
     training.checked_step()
-    engine, before = training.engine, runs.weights(training.engine.model)
-    with monkeypatch.context() as patch:
-        PLACES[place](engine, patch)
-        with pytest.raises(Broken):
-            engine.step(next(runs.nonempty(engine)), runs.losses_of)
-    late = place in ("noise", "zero_grad")
-    assert engine.steps_taken == 1 + late
-    assert torch.equal(runs.weights(engine.model), before) == (place != "zero_grad")
-    assert all(parameter.grad is None for parameter in engine.model.parameters())
-    training.checked_step()
-
-
-def test_an_optimizer_that_fails_half_way() -> None:
-    class Failing(torch.optim.SGD):
-        fails = True
-
-        def step(self, closure: Any = None) -> Any:
-            if self.fails:
-                with torch.no_grad():
-                    self.param_groups[0]["params"][0].add_(self.param_groups[0]["params"][0].grad)
-                raise Broken
-            return super().step(closure)
-
-    model = runs.network()
-    optimizer = Failing(model.parameters(), lr=RATE)
-    training = Training(runs.engine_for(model, optimizer, clipping=NORM, max_physical_batch_size=4, self_check=False))
-    with pytest.raises(Broken):
-        training.step()
-    assert training.engine.steps_taken == 1
-    optimizer.fails = False
-    training.checked_step()
-
-
-def test_a_policy_s_function_that_fails() -> None:
-    fails = True
-
-    def weights(norms: Tensor) -> Tensor:
-        return broken() if fails else (NORM / norms).clamp(max=1.0)
-
-    training = Training(small_engine(clipping=Custom(weights, NORM)))
-    with pytest.raises(Broken):
-        training.engine.step(next(runs.nonempty(training.engine)), runs.losses_of)
-    fails = False
+    engine, epoch = training.engine, runs.nonempty(training.engine)
+    for failures in range(1, 4):
+        before, batch = runs.weights(engine.model), next(epoch)
+        with monkeypatch.context() as patch:
+            PLACES[place](engine, patch)
+            with pytest.raises(Broken):
+                a_turn(engine, batch, by_hand)
+        assert engine.steps_taken == 1 + failures * (place in ("noise", "zero_grad"))
+        assert torch.equal(runs.weights(engine.model), before) == (place != "zero_grad")
+        if by_hand:
+            engine.optimizer.zero_grad()
+        if by_hand and place == "loss function":  # outside of the engine: it must leave the loop
+            epoch = runs.nonempty(engine)
+        assert all(parameter.grad is None for parameter in engine.model.parameters())
+    training.epoch = iter(())
     training.checked_step()
 
 
@@ -184,37 +170,96 @@ def test_an_example_beyond_all_numbers_moves_no_other(value: float, place: str, 
     assert float((found - without).norm()) <= NORM * (1 + 1e-4)
 
 
+PACKAGE = str(Path(ghostclip.__file__).parent)
+
+
+class Interruption:
+    """Raises KeyboardInterrupt at the n-th of the package's lines that are reached, each counted once."""
+
+    def __init__(self, at: int, folders: tuple[str, ...]) -> None:
+        self.lines: set[tuple[str, int]] = set()
+        self._at = at
+        self._places = tuple(os.path.join(PACKAGE, folder) for folder in folders)
+
+    def __enter__(self) -> "Interruption":
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: Any, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(self._places):
+            return None
+        if event == "line":
+            self.lines.add((frame.f_code.co_filename, frame.f_lineno))
+            if len(self.lines) == self._at:
+                self._at = 0
+                raise KeyboardInterrupt
+        return self._trace
+
+
+def lines_of_a_step(training: Training, folders: tuple[str, ...]) -> int:
+    """How many lines of the package a step goes through."""
+    reached = 0
+    for _ in range(8):
+        with Interruption(0, folders) as counted:
+            training.step()
+        reached = max(reached, len(counted.lines))
+    return reached
+
+
+def bounded_step(training: Training, slack: float) -> None:
+    """A step in which each example moves the parameters by its bound at most."""
+    engine, before = training.engine, runs.weights(training.engine.model)
+    charged = engine.steps_taken
+    engine.optimizer.zero_grad()
+    batch = training.step()
+    assert engine.steps_taken == charged + 1
+    moved = float((runs.weights(engine.model) - before).float().norm())
+    assert moved <= RATE * NORM * sum(batch.sizes) / 8 * (1 + slack) + slack
+
+
+ENGINE, SLOW = ("engine", "sampling", "noise"), pytest.mark.slow
+REACHED = [
+    pytest.param({}, ENGINE, 4, id="engine"),
+    pytest.param({"second_pass": "reweight"}, ("",), 1, marks=SLOW, id="reweight"),
+    pytest.param({"second_pass": "cached"}, ("",), 1, marks=SLOW, id="cached"),
+    pytest.param({"dtype": torch.bfloat16}, ("engine",), 1, marks=SLOW, id="bfloat16"),
+    pytest.param({"max_physical_batch_size": None, "compile": True}, ("engine", "compiled"), 3, marks=SLOW, id="graph"),
+    pytest.param({"max_physical_batch_size": 4, "compile": True}, ("engine", "compiled"), 3, marks=SLOW, id="graphs"),
+]
+
+
 @pytest.mark.parametrize("by_hand", [False, True], ids=["step", "by hand"])
-def test_empty_batches_are_steps_wherever_they_come(by_hand: bool, tmp_path: Path) -> None:
-    engine = small_engine(data=runs.data(3), batch_size=1, noise_multiplier=1.0)
-    training = Training(engine, by_hand)
-    empty = 0
-    for step in range(1, 25):
-        before = runs.weights(engine.model)
-        batch = training.step()
-        empty += not batch.sizes
-        assert not torch.equal(runs.weights(engine.model), before)
-        assert engine.steps_taken == step
-        if not batch.sizes:
-            engine.save(tmp_path / "x")
-            assert engine.restore(tmp_path / "x").steps == step
+@pytest.mark.parametrize(("options", "folders", "stride"), REACHED)
+def test_ctrl_c_at_any_line(
+    options: dict[str, Any], folders: tuple[str, ...], stride: int, by_hand: bool, tmp_path: Path
+) -> None:
+    """One step after another is interrupted, each a few lines later."""
+    graph = options.pop("compile", False)
+    training = Training(small_engine(ledger=tmp_path / "run.ledger", **options), by_hand)
+    engine = training.engine
+    for _ in range(15 * graph):
+        engine.compile()
+        training.step()
+    count = lines_of_a_step(training, folders)
+    assert count > 40 * stride
+    for at in range(1, count + 1, stride):
+        before, charged = runs.weights(engine.model), engine.steps_taken
+        with contextlib.suppress(KeyboardInterrupt), Interruption(at, folders):
+            training.step()
+        assert torch.is_grad_enabled()
+        assert not turns._open.lock.locked()
+        # Never a release that wasn't charged.
+        assert torch.equal(runs.weights(engine.model), before) or engine.steps_taken == charged + 1
+        assert engine.steps_taken in (charged, charged + 1)
+        if at % 2:
             training.epoch = iter(())
-    assert empty
-
-
-def test_a_foreign_gradient_is_still_complained_about_after_a_failure() -> None:
-    engine = small_engine()
-    batch = next(runs.nonempty(engine))
-    runs.losses_of(engine.model, runs.data()[:4]).mean().backward()
-    with pytest.raises(PrivacyError, match="filled or changed by something other"):
-        engine.step(batch, runs.losses_of)
-
-
-def test_nothing_of_a_batch_is_left_in_memory_after_a_failure() -> None:
-    engine = small_engine()
-    with pytest.raises(Broken):
-        engine.step(next(runs.nonempty(engine)), broken)
-    sums = engine._steps._sums
-    assert not sums._totals
-    assert not sums._new.totals
-    assert sums.count == 0
+        # What a handler does that goes on with the same iterator; after engine.step only where its first line was hit.
+        engine.batches().discard()
+        if graph or "dtype" in options:
+            bounded_step(training, 1e-4 if graph else 0.05)
+        else:
+            training.checked_step()

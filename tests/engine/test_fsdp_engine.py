@@ -1,5 +1,6 @@
 """The engine on models under FSDP2: the steps of one process, noise drawn once for each shard, and checkpoints."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,24 +10,33 @@ import private_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import REPEATABLE, assert_like_one, examples, on_ranks
 from scipy import stats
 from sharded import QUIET, grads, settled, sharded, weights
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from ghostclip import GhostClipError
+from ghostclip import GhostClipError, PrivacyError
 from ghostclip.clipping import Adaptive, ByLayer, Composed, Fixed, PerLayer, ProportionalNoise
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
 
+NOISE_BY_LAYER = ProportionalNoise({"0": 1.0, "2": 4.0})
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"noise_multiplier": 1.0},
-    "physical": {"max_physical_batch_size": 2, "noise_multiplier": 1.0},
     "few": {"batch_size": 2, "max_physical_batch_size": 1},
+    "physical": {"max_physical_batch_size": 2, "noise_multiplier": 1.0},
     "layers": {"clipping": PerLayer(0.3), "max_physical_batch_size": 3},
     "users": {"unit_ids": [row // 3 for row in range(24)], "batch_size": 3},
     "memory": {"max_physical_batch_size": "auto", "memory_limit": 1 << 40},
-}
+    "noise by layer": {
+        "clipping": Composed(ByLayer(), Fixed({"0": 0.3, "2": 0.5}), noise=NOISE_BY_LAYER), "noise_multiplier": 1.0,
+    },
+    "adaptive": {
+        "clipping": Adaptive(0.3, count_noise=2.0), "noise_multiplier": 1.0, "max_physical_batch_size": 3,
+    },
+}  # fmt: skip
 
 
 def trained(hybrid: bool = False, **options: Any) -> dict[str, Any]:
@@ -49,42 +59,16 @@ def all_trained(names: list[str], hybrid: bool = False) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
-    found = on_ranks(partial(all_trained, list(OPTIONS)), tmp_path)
-    for name, *ranks in zip(OPTIONS, *found, strict=True):
+@pytest.mark.parametrize(("ranks", "hybrid"), [(2, False), (4, False), (4, True)])
+def test_several_ranks_take_the_steps_of_one(ranks: int, hybrid: bool, tmp_path: Path) -> None:
+    names = list(OPTIONS) if ranks == 2 else ["plain", "few"]
+    for name, *found in zip(names, *on_ranks(partial(all_trained, names, hybrid), tmp_path, ranks), strict=True):
         one = trained(**OPTIONS[name])
-        assert_like_one(ranks, one)
-        assert all(rank["events"] == one["events"] for rank in ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_four_ranks_take_the_steps_of_one(hybrid: bool, tmp_path: Path) -> None:
-    names = ["plain", "few"]
-    for name, *ranks in zip(names, *on_ranks(partial(all_trained, names, hybrid), tmp_path, 4), strict=True):
-        assert_like_one(ranks, trained(**OPTIONS[name]))
-
-
-def allocated() -> dict[str, Any]:
-    """Noise of another standard deviation in each layer."""
-    noise = ProportionalNoise({"0": 1.0, "2": 4.0})
-    return trained(clipping=Composed(ByLayer(), Fixed({"0": 0.3, "2": 0.5}), noise=noise), noise_multiplier=1.0)
-
-
-@pytest.mark.slow
-def test_noise_is_allocated_to_layers(tmp_path: Path) -> None:
-    assert_like_one(on_ranks(allocated, tmp_path), allocated())
-
-
-def adaptive() -> dict[str, Any]:
-    return trained(clipping=Adaptive(0.3, count_noise=2.0), noise_multiplier=1.0, max_physical_batch_size=3)
-
-
-@pytest.mark.slow
-def test_adaptive_norms_follow_the_examples_of_all_ranks(tmp_path: Path) -> None:
-    found, one = on_ranks(adaptive, tmp_path), adaptive()
-    assert_like_one(found, one)
-    assert found[0]["max_norm"] == found[1]["max_norm"] == pytest.approx(one["max_norm"], rel=1e-12) != 0.3
+        assert_like_one(found, one)
+        for rank in found:
+            assert rank["events"] == one["events"]
+            assert rank["max_norm"] == found[0]["max_norm"] == pytest.approx(one["max_norm"], rel=1e-12)
+        assert name != "adaptive" or one["max_norm"] != 0.3
 
 
 STD, ROWS = 2.0 * 0.3 / 8, 600
@@ -112,6 +96,11 @@ def assert_noise(of: Tensor) -> None:
     assert stats.kstest((of / STD).numpy(), "norm").pvalue > 1e-6
 
 
+def assert_uncorrelated(first: Tensor, second: Tensor) -> None:
+    correlation = float(first @ second) / float(first.norm() * second.norm())
+    assert abs(correlation) < 5 / len(first) ** 0.5
+
+
 @pytest.mark.parametrize("mode", ["standard", "hardened"])
 def test_each_shard_gets_noise_of_its_own_once(mode: str, tmp_path: Path) -> None:
     (first, whole), (second, same) = on_ranks(partial(noise_of, False, mode), tmp_path)
@@ -119,27 +108,19 @@ def test_each_shard_gets_noise_of_its_own_once(mode: str, tmp_path: Path) -> Non
     assert torch.equal(whole, torch.cat([first, second]))
     for part in (first, second):
         assert_noise(part)
-    correlation = float(first @ second) / float(first.norm() * second.norm())
-    assert abs(correlation) < 5 / len(first) ** 0.5
+    assert_uncorrelated(first, second)
 
 
-def test_two_replicas_of_one_shard_share_its_noise(tmp_path: Path) -> None:
-    (first, whole), (second, same) = on_ranks(partial(noise_of, True, "standard"), tmp_path)
-    assert torch.equal(first, second)
-    assert torch.equal(whole, same)
-    assert_noise(first)
-
-
-@pytest.mark.slow
-def test_replicas_share_the_noise_of_their_shards(tmp_path: Path) -> None:
-    found = on_ranks(partial(noise_of, True, "standard"), tmp_path, 4)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_replicas_share_the_noise_of_their_shards(ranks: int, tmp_path: Path) -> None:
+    found = on_ranks(partial(noise_of, True, "standard"), tmp_path, ranks)
     shards = [shard for shard, _ in found]
-    assert torch.equal(shards[0], shards[2])
-    assert torch.equal(shards[1], shards[3])
-    assert_noise(torch.cat(shards[:2]))
+    for one, other in zip(shards[: ranks // 2], shards[ranks // 2 :], strict=True):
+        assert torch.equal(one, other)
+    assert_noise(torch.cat(shards[: ranks // 2]))
     assert all(torch.equal(whole, found[0][1]) for _, whole in found)
-    correlation = float(shards[0] @ shards[1]) / float(shards[0].norm() * shards[1].norm())
-    assert abs(correlation) < 5 / len(shards[0]) ** 0.5
+    if ranks == 4:
+        assert_uncorrelated(*shards[:2])
 
 
 def continued(path: Path, restore: bool, steps: int, save: bool) -> tuple[Tensor, int]:
@@ -278,3 +259,69 @@ def other_ranks_in_the_group() -> str:
 def test_a_group_of_other_processes_is_refused(tmp_path: Path) -> None:
     for text in on_ranks(other_ranks_in_the_group, tmp_path):
         assert text.startswith("PrivacyError: the process group isn't that of the mesh")
+
+
+SAVED: dict[str, Any] = {
+    "batch_size": 8, "noise_multiplier": 1.0, "clipping": Adaptive(0.3, count_noise=2.0),
+}  # fmt: skip
+
+
+def model_and_optimizer() -> tuple[Any, torch.optim.Optimizer]:
+    model = sharded(runs.network(torch.float64))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def saved(folder: Path) -> tuple[Tensor, list[Tensor], float, float]:
+    """Three steps, and what is in the checkpoint after them: weights, Adam's moments, epsilon and the adaptive norm."""
+    model, optimizer = model_and_optimizer()
+    engine = runs.engine_for(model, optimizer, examples(), **SAVED)
+    runs.train(engine)
+    settled(model)
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1], "engine": engine}, checkpoint_id=folder)
+    return weights(model), moments(optimizer), engine.epsilon(), engine.clipping.sensitivity
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    found = [state["exp_avg"] for state in optimizer.state.values()]
+    return [(each.full_tensor() if hasattr(each, "full_tensor") else each).clone() for each in found]
+
+
+def resumed(folder: Path) -> tuple[Tensor, list[Tensor], float, float, int]:
+    """The same of a new engine that takes it all back, and how many steps it counts after three more."""
+    model, optimizer = model_and_optimizer()
+    found = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(found, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    engine = runs.engine_for(model, optimizer, examples(), **SAVED)
+    dcp.load({"engine": engine}, checkpoint_id=folder)
+    there = weights(model), moments(optimizer), engine.epsilon(), engine.clipping.sensitivity
+    runs.train(engine)
+    return *there, engine.steps_taken
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*:UserWarning")
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.one_in(math.inf)
+def test_torch_s_checkpoints_are_read_by_another_number_of_ranks(first: int, second: int, tmp_path: Path) -> None:
+    place = tmp_path / "checkpoint"
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    before = on_ranks(partial(saved, place), tmp_path / "first", first)[0]
+    for after in on_ranks(partial(resumed, place), tmp_path / "second", second):
+        torch.testing.assert_close(after[:2], before[:2], rtol=0, atol=0)
+        assert after[2:] == (*before[2:], 6)
+
+
+def test_what_is_no_state_of_an_engine_is_refused() -> None:
+    engine = runs.engine_for(runs.network(torch.float64), None, examples())
+    for state in ({}, {"progress": "{}"}, {"progress": "1"}, {"progress": None}):
+        with pytest.raises(PrivacyError, match=r"takes what engine.state_dict\(\) gave"):
+            engine.load_state_dict(state)
+
+
+def test_an_engine_of_another_configuration_is_refused() -> None:
+    state = runs.engine_for(runs.network(torch.float64), None, examples(), noise_multiplier=1.0).state_dict()
+    other = runs.engine_for(runs.network(torch.float64), None, examples(), noise_multiplier=2.0)
+    with pytest.raises(PrivacyError, match=r"noise_multiplier is 1\.0 in it and 2\.0 here"):
+        other.load_state_dict(state)

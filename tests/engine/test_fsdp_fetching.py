@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from sharded import QUIET, losses_of_words, rows, sharded, tagger, words
+from sharded import QUIET, losses_of_words, rows, settled, sharded, tagger, whole, words
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -84,35 +84,31 @@ def pairs(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def network(*layers: nn.Module, again: bool = False) -> nn.Module:
-    return Blocks(*layers, again=again)
-
-
 # {name: (model, losses, batch)}; every layer is sharded by itself.
 MODELS: dict[str, Any] = {
-    "linear": (lambda: network(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)), pairs, rows),
+    "linear": (lambda: Blocks(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)), pairs, rows),
     "in place": (
-        lambda: network(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True),
+        lambda: Blocks(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True),
                         nn.Linear(6, 3)),
         pairs, rows,
     ),
     "in place, of positions": (
-        lambda: network(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 5), nn.ReLU(inplace=True), Last(),
+        lambda: Blocks(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 5), nn.ReLU(inplace=True), Last(),
                         nn.Linear(6, 3)),
         pairs, texts,
     ),
     "recomputed": (
-        lambda: network(nn.Linear(5, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3), again=True),
+        lambda: Blocks(nn.Linear(5, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3), again=True),
         pairs, rows,
     ),
     "convolutions": (
-        lambda: network(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 3),
+        lambda: Blocks(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 3),
                         nn.Flatten(), nn.Linear(12, 3)),
         pairs, images,
     ),
-    "twice": (lambda: network(Twice(), Bare(), nn.Linear(5, 3)), pairs, rows),
+    "twice": (lambda: Blocks(Twice(), Bare(), nn.Linear(5, 3)), pairs, rows),
     "frozen": (
-        lambda: network(nn.Linear(5, 6), nn.Linear(6, 6).requires_grad_(False), nn.ReLU(inplace=True), nn.Linear(6, 3)),
+        lambda: Blocks(nn.Linear(5, 6), nn.Linear(6, 6).requires_grad_(False), nn.ReLU(inplace=True), nn.Linear(6, 3)),
         pairs, rows,
     ),
     "tagger": (tagger, losses_of_words, lambda: [words()]),
@@ -160,24 +156,13 @@ def update(kind: str, model: nn.Module, second_pass: str, most: int | None = Non
                 losses_of(kind, model, examples).sum().item()
             losses = losses_of(kind, model, examples)
             if extra:
-                settle(model)
+                settled(model)
                 assert kind != "linear" or all(hasattr(each, "device_mesh") for each in model.parameters())
             engine.backward(losses)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
-    settle(model)
+    settled(model)
     return [COUNT * (old - whole(new)) for old, new in zip(before, model.parameters(), strict=True)]
-
-
-def settle(model: nn.Module) -> None:
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
-
-
-def whole(each: Any) -> Tensor:
-    found = each.full_tensor() if hasattr(each, "full_tensor") else each
-    return found.detach().clone()
 
 
 def looped(kind: str) -> list[Tensor]:
@@ -202,32 +187,22 @@ def updates(most: int | None, extra: bool = False, **options: Any) -> dict[tuple
     }
 
 
-def assert_like_the_loop(found: list[dict[tuple[str, str], list[Tensor]]]) -> None:
-    for outcomes in found:
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"most": None}),
+        (2, {"most": 1}),
+        pytest.param(2, {"most": 2, "extra": True}, marks=pytest.mark.slow),  # parameters at different times
+        pytest.param(2, {"most": 3, "reshard_after_forward": False}, marks=pytest.mark.slow),
+        pytest.param(4, {"most": 1}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.one_in(math.inf)
+def test_sums_are_those_of_single_examples(ranks: int, options: dict[str, Any], tmp_path: Path) -> None:
+    for outcomes in on_ranks(partial(updates, **options), tmp_path, ranks):
         for (kind, second_pass), sums in outcomes.items():
             for mine, expected in zip(sums, looped(kind), strict=True):
                 assert (mine - expected).norm() <= 1e-9 * expected.norm(), (kind, second_pass)
-
-
-@pytest.mark.parametrize("most", [None, 1])
-@pytest.mark.one_in(math.inf)
-def test_sums_of_two_ranks_are_those_of_single_examples(most: int | None, tmp_path: Path) -> None:
-    assert_like_the_loop(on_ranks(partial(updates, most), tmp_path))
-
-
-@pytest.mark.slow
-def test_ranks_may_need_parameters_at_different_times(tmp_path: Path) -> None:
-    assert_like_the_loop(on_ranks(partial(updates, 2, True), tmp_path))
-
-
-@pytest.mark.slow
-def test_parameters_may_stay_after_the_forward(tmp_path: Path) -> None:
-    assert_like_the_loop(on_ranks(partial(updates, 3, reshard_after_forward=False), tmp_path))
-
-
-@pytest.mark.slow
-def test_sums_of_four_ranks_are_those_of_single_examples(tmp_path: Path) -> None:
-    assert_like_the_loop(on_ranks(partial(updates, 1), tmp_path, 4))
 
 
 def resident() -> list[list[int]]:
@@ -284,7 +259,7 @@ def failing_late() -> tuple[list[str], bool]:
             engine.backward(losses_of("linear", model, examples))
     said.append(refusal(engine.optimizer.step))
     engine.detach()
-    settle(model)
+    settled(model)
     return said, all(torch.equal(old, whole(new)) for old, new in zip(before, model.parameters(), strict=True))
 
 

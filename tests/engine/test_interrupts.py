@@ -1,13 +1,11 @@
-"""Ctrl-C anywhere: grad mode, the ledger's lock and the engine are as they were, and training goes on."""
+"""Ctrl-C in the middle of a change of grad mode or of a ledger's turn: both are as they were, and training goes on."""
 
 import functools
 import gc
 import random
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,8 +17,6 @@ from torch import nn
 import ghostclip
 from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.ledger import Ledger, turns
-
-HERE = str(Path(ghostclip.__file__).parent)
 
 
 class CtrlC:
@@ -164,60 +160,6 @@ def test_a_failure_leaves_grad_mode_too(enabled: bool) -> None:
         with pytest.raises(ghostclip.GhostClipError):
             clipper.backward(torch.zeros(3))
         assert torch.is_grad_enabled() == enabled
-
-
-class Lines:
-    """Raises KeyboardInterrupt at one of the lines of this package that run in between."""
-
-    def __init__(self, stop: int | None) -> None:
-        self.left = sys.maxsize if stop is None else stop
-        self.seen = 0
-
-    def __enter__(self) -> "Lines":
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        name = frame.f_code.co_filename
-        # What frees a lock and a mode is made of operations between which no signal is handled: see the tests of both.
-        own = name.startswith(HERE) and not name.endswith(("turns.py", "grad_mode.py"))
-        # Before the first line of what others call it is as if they had been interrupted.
-        called_by_others = frame.f_back is None or not frame.f_back.f_code.co_filename.startswith(HERE)
-        return (self._first_line if called_by_others else self._line) if own else None
-
-    def _first_line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return self._line
-
-    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line":
-            self.seen += 1
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._line
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("in_one_call", [False, True])
-def test_an_engine_goes_on_after_ctrl_c_in_any_line(in_one_call: bool, tmp_path: Path) -> None:
-    work = train(in_one_call, ledger=tmp_path / "run.ledger", max_physical_batch_size=4)
-    work()
-    with Lines(None) as lines:
-        work()
-    assert lines.seen > 500
-    rng = random.Random(0)
-    for _ in range(40):
-        try:
-            with Lines(rng.randrange(1, lines.seen)):
-                work()
-        except KeyboardInterrupt:
-            assert torch.is_grad_enabled()
-            assert not turns._open.lock.locked()
-        work()
 
 
 @pytest.fixture

@@ -10,31 +10,20 @@ from contextlib import redirect_stderr
 import pytest
 import torch
 
-from ghostclip import GhostClipper, accounting
+from ghostclip import GhostClipper
 from ghostclip.compiled import clip
 from ghostclip.native import notices
 from ghostclip.native.notices import notice, slow_work
 
-log = logging.getLogger("ghostclip")
 
-
-def test_a_notice_is_printed_where_nobody_set_up_logging(capsys):
+@pytest.mark.parametrize("level", [None, logging.INFO, logging.WARNING])
+def test_a_notice_is_printed_where_nobody_set_up_logging_and_else_logged_at_info(capsys, caplog, level):
+    if level is not None:
+        caplog.set_level(level, "ghostclip")
     notice("%d things", 3)
-    assert capsys.readouterr() == ("", "ghostclip: 3 things\n")
-
-
-def test_a_notice_is_logged_where_the_level_is_on(capsys, caplog):
-    caplog.set_level(logging.INFO, "ghostclip")
-    notice("%d things", 3)
-    assert [(record.levelno, record.message) for record in caplog.records] == [(logging.INFO, "3 things")]
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_notice_is_silent_where_a_higher_level_was_chosen(capsys, caplog):
-    caplog.set_level(logging.WARNING, "ghostclip")
-    notice("%d things", 3)
-    assert caplog.records == []
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", "ghostclip: 3 things\n" if level is None else "")
+    logged = [(record.levelno, record.message) for record in caplog.records]
+    assert logged == [(logging.INFO, "3 things")] * (level == logging.INFO)
 
 
 def test_compiling_a_graph_is_announced_before_it_begins(capsys, monkeypatch):
@@ -49,22 +38,6 @@ def test_compiling_a_graph_is_announced_before_it_begins(capsys, monkeypatch):
     for _ in range(3):
         clipper.clip(lambda model, x: model(x).sum(1), torch.randn(8, 2))
     assert announced == ["ghostclip: compiling a step for 8 rows; this takes seconds, or minutes for large models\n"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [0, 10])
-def test_calibration_is_announced_where_there_is_any(capsys, steps):
-    accounting.noise_multiplier(target_epsilon=2.0, sample_rate=0.1, steps=steps, delta=1e-6)
-    expected = "ghostclip: looking for the least noise within epsilon 2 at delta 1e-06; this takes seconds\n"
-    assert capsys.readouterr() == ("", expected if steps else "")
-
-
-@pytest.mark.slow
-def test_calibration_by_rdp_takes_no_time_and_is_not_announced(capsys, caplog):
-    caplog.set_level(logging.INFO, "ghostclip")
-    accounting.noise_multiplier(target_epsilon=2.0, sample_rate=0.1, steps=10, delta=1e-6, accountant="rdp")
-    assert capsys.readouterr() == ("", "")
-    assert caplog.records == []
 
 
 class Terminal(io.StringIO):
@@ -111,28 +84,16 @@ def test_the_clock_stops_when_the_work_fails(impatient):
     assert threading.active_count() == before
 
 
-def test_short_work_has_no_bar():
-    with redirect_stderr(Terminal()) as terminal, slow_work("thinking", "thinking"):
-        pass
-    assert terminal.getvalue() == "ghostclip: thinking\n"
-
-
-def test_the_line_is_all_without_a_terminal(impatient, capsys):
-    with slow_work("thinking", "thinking") as advance:
+@pytest.mark.parametrize("reason", ["short work", "no terminal", "no tqdm", "a higher level"])
+def test_there_is_no_bar(monkeypatch, caplog, reason):
+    monkeypatch.setattr(notices, "PATIENCE", 60.0 if reason == "short work" else 0.0)
+    monkeypatch.setattr(notices, "TICK", 0.001)
+    if reason == "no tqdm":
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    if reason == "a higher level":
+        caplog.set_level(logging.WARNING, "ghostclip")
+    stream = io.StringIO() if reason == "no terminal" else Terminal()
+    with redirect_stderr(stream) as shown, slow_work("thinking", "thinking") as advance:
         time.sleep(0.02)
         advance()
-    assert capsys.readouterr() == ("", "ghostclip: thinking\n")
-
-
-def test_the_line_is_all_without_tqdm(impatient, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with redirect_stderr(Terminal()) as terminal, slow_work("thinking", "thinking"):
-        time.sleep(0.02)
-    assert terminal.getvalue() == "ghostclip: thinking\n"
-
-
-def test_there_is_no_bar_where_a_higher_level_was_chosen(impatient, caplog):
-    caplog.set_level(logging.WARNING, "ghostclip")
-    with redirect_stderr(Terminal()) as terminal, slow_work("thinking", "thinking"):
-        time.sleep(0.02)
-    assert terminal.getvalue() == ""
+    assert shown.getvalue() == ("" if reason == "a higher level" else "ghostclip: thinking\n")

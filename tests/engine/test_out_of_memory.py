@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import private_runs as runs
 import pytest
 import torch
-from checked_training import NORM, RATE, small_engine
+from case_models import Wired
+from checked_training import NORM, small_engine
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -18,10 +19,6 @@ from ghostclip.errors import is_out_of_memory
 
 def no_memory() -> Exception:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-def real_failure() -> None:
-    torch.empty(2**50)
 
 
 def raising(error: Callable[[], Exception]) -> Callable[[], None]:
@@ -42,55 +39,31 @@ class Fragile(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if len(grad) > 2:
-            Fragile.left -= 1
-            if Fragile.left < 0:
-                raise no_memory()
+        Fragile.left -= len(grad) > 2
+        if len(grad) > 2 and Fragile.left < 0:
+            raise no_memory()
         return grad
 
 
-class FragileNetwork(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.net = runs.network(dtype)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.net[2](Fragile.apply(self.net[1](self.net[0](inputs))))
-
-
-def trained(left: int, dtype: torch.dtype = torch.float32, steps: int = 3, **changes: Any) -> PrivacyEngine:
-    """An engine after a few steps, with so many large backwards to go before memory runs out."""
+def trained(left: int, dtype: torch.dtype = torch.float32, **changes: Any) -> PrivacyEngine:
+    """An engine after three steps, with so many large backwards to go before memory runs out."""
     Fragile.left = left
-    model = FragileNetwork(dtype)
     torch.manual_seed(2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    options = {"noise": "test", "seed": 4, "noise_multiplier": 1.0, "clipping": NORM, "max_physical_batch_size": 4}
-    engine = runs.engine_for(
-        model, optimizer, runs.data(dtype=dtype), **{**options, "self_check": False, **changes}
-    )  # fmt: skip
-    for batch in engine.batches():
-        if steps:
-            engine.step(batch, runs.losses_of)
-            steps -= 1
+    options = {"noise": "test", "seed": 4, "noise_multiplier": 1.0, **changes}
+    engine = small_engine(dtype, **options)
+    engine.model.register_module("1", Wired(lambda m, x: Fragile.apply(x.tanh())))
+    runs.train(engine, 3)
     return engine
 
 
 PLENTY = 10**6
 
 
-@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
-@pytest.mark.parametrize("left", [0, 1, 2, 3])
-def test_a_divided_batch_gives_the_same_step_with_one_draw_and_one_charge(left: int, second_pass: str) -> None:
-    whole, divided = (trained(budget, second_pass=second_pass) for budget in (PLENTY, left))
-    torch.testing.assert_close(runs.weights(divided.model), runs.weights(whole.model), atol=1e-6, rtol=1e-5)
-    assert divided.steps_taken == whole.steps_taken == 3
-    assert divided._snapshots.noise.positions() == whole._snapshots.noise.positions()
-    assert divided._steps.micro_batches.most == 2
-
-
 @pytest.mark.parametrize(
     "changes",
     [
+        {"second_pass": "reweight"},
+        {"second_pass": "cached"},
         {"dtype": torch.float64},
         {"dtype": torch.bfloat16},
         {"clipping": PerLayer(NORM)},
@@ -99,12 +72,13 @@ def test_a_divided_batch_gives_the_same_step_with_one_draw_and_one_charge(left: 
     ],
     ids=str,
 )
-def test_so_it_does_for_other_types_policies_and_users(changes: dict[str, Any]) -> None:
-    whole, divided = (trained(budget, **changes) for budget in (PLENTY, 3))
-    wide = changes.get("dtype") != torch.bfloat16
-    torch.testing.assert_close(
-        runs.weights(divided.model), runs.weights(whole.model), atol=1e-6 if wide else 1e-2, rtol=1e-5 if wide else 1e-2
-    )
+@pytest.mark.parametrize("left", [0, 3])
+def test_a_divided_batch_gives_the_same_step_with_one_draw_and_one_charge(left: int, changes: dict[str, Any]) -> None:
+    whole, divided = (trained(budget, **changes) for budget in (PLENTY, left))
+    near = 1e-2 if changes.get("dtype") == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(runs.weights(divided.model), runs.weights(whole.model), atol=near, rtol=10 * near)
+    assert divided.steps_taken == whole.steps_taken == 3
+    assert divided._snapshots.noise.positions() == whole._snapshots.noise.positions()
     assert divided._steps.micro_batches.most is not None
 
 
@@ -118,7 +92,7 @@ def test_a_divided_batch_is_counted_once_by_an_adaptive_norm() -> None:
     assert norms[0] != NORM
 
 
-@pytest.mark.parametrize("fail", [raising(no_memory), raising(MemoryError), real_failure])
+@pytest.mark.parametrize("fail", [raising(no_memory), raising(MemoryError), lambda: torch.empty(2**50)])
 def test_what_fits_is_remembered_and_logged(fail: Callable[[], None], caplog: pytest.LogCaptureFixture) -> None:
     tried: list[int] = []
 
@@ -135,8 +109,7 @@ def test_what_fits_is_remembered_and_logged(fail: Callable[[], None], caplog: py
     assert len(record.losses) == len(record.norms) == 24
     assert "memory ran out with 24 examples in a physical batch" in caplog.text
     assert "max_physical_batch_size=3 would save the attempt" in caplog.text
-    for batch in engine.batches():
-        engine.step(batch, losses_of)
+    runs.train(engine, loss_fn=losses_of)
     assert max(tried[11:]) == 3
 
 
@@ -171,12 +144,9 @@ def test_what_can_t_be_divided_says_so_and_is_discarded(labels_of: Any, message:
 
 
 def test_a_single_example_that_does_not_fit() -> None:
-    def losses(model: nn.Module, examples: Any) -> Tensor:
-        raise no_memory()
-
     engine = small_engine()
     with pytest.raises(torch.OutOfMemoryError, match="with 1 example in a physical batch, which can't be divided"):
-        engine.step(next(runs.nonempty(engine)), losses)
+        engine.step(next(runs.nonempty(engine)), lambda model, examples: raising(no_memory)())  # type: ignore[arg-type]
     assert engine.steps_taken == 0
 
 

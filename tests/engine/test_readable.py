@@ -59,8 +59,7 @@ def by_hand(engine: PrivacyEngine, loss_fn: Callable[..., Tensor]) -> None:
 
 
 def by_the_engine(engine: PrivacyEngine, loss_fn: Callable[..., Tensor]) -> None:
-    for batch in engine.batches():
-        engine.step(batch, loss_fn)
+    runs.train(engine, loss_fn=loss_fn)
 
 
 LOOPS = {"by hand": by_hand, "engine.step": by_the_engine}
@@ -94,11 +93,6 @@ def test_one_finite_example_is_enough(caplog: Any, kind: str, loop: str) -> None
     assert not said(caplog)
 
 
-def test_the_number_is_that_of_the_logical_batch(caplog: Any) -> None:
-    by_hand(engine_for(torch.ones(SIZE, dtype=torch.bool), batch_size=SIZE), losses_with("nan"))
-    assert said(caplog)[0].startswith("none of the 24 examples")
-
-
 def test_users_are_counted_where_they_are_the_units(caplog: Any) -> None:
     users = torch.arange(SIZE) // 3
     engine = engine_for(torch.arange(SIZE) % 3 == 1, unit_ids=users, batch_size=8)
@@ -117,27 +111,6 @@ def test_empty_and_discarded_batches_are_not_named(caplog: Any) -> None:
             engine.step(batch, losses_with("nan"))
     assert engine.steps_taken == SIZE
     assert not said(caplog)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_releases_stay_as_they_are(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the random numbers that come after them."""
-    found = []
-    for watched in (True, False):
-        if not watched:
-            monkeypatch.setattr("ghostclip.engine.readable.ReadableExamples.saw", lambda *_: None)
-        engine = engine_for(torch.arange(SIZE) < 20, batch_size=3)
-        LOOPS[loop](engine, losses_with("nan"))
-        found.append((runs.weights(engine.model), torch.rand(3)))
-    assert all(map(torch.equal, *found))
-
-
-def test_a_batch_whose_examples_are_finite_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_for(torch.zeros(SIZE, dtype=torch.bool))
-    with monkeypatch.context() as patch:
-        patch.setattr("ghostclip.engine.readable.torch", None)
-        by_hand(engine, losses_with("nan"))
-    assert engine.steps_taken == 3
 
 
 def test_a_warning_that_fails_costs_no_step() -> None:

@@ -30,17 +30,6 @@ def engine_for(**changes):
     )
 
 
-def stepped(engine, steps):
-    """The engine after so many steps; what `engine.step` returned for each."""
-    seen = []
-    while len(seen) < steps:
-        for batch in engine.batches():
-            seen.append(engine.step(batch, runs.losses_of))
-            if len(seen) == steps:
-                break
-    return seen
-
-
 def test_stages_follow_each_other_and_the_last_goes_on() -> None:
     assert [STAGES.at(step) for step in range(8)] == [
         (0, 2), (0, 1), (1, 3), (1, 2), (1, 1), (2, None), (2, None), (2, None)
@@ -136,7 +125,7 @@ def test_noise_batch_size_and_charge_are_of_the_steps_stage() -> None:
         drawn.append((std, size)),
         release(sums, std, size),
     )[1]
-    seen = stepped(engine, 8)
+    seen = runs.train(engine, 8)
     stds = [0.75] * 2 + [0.75 * 0.5 * 3.0] * 3 + [0.75 * 0.25] * 3
     assert drawn == [pytest.approx(pair, rel=1e-12) for pair in zip(stds, [8] * 2 + [SIZE] * 3 + [8] * 3, strict=True)]
     assert [len(step.losses) for step in seen[2:5]] == [SIZE] * 3
@@ -156,14 +145,14 @@ def test_the_noise_is_calibrated_for_all_stages_and_ends_with_them() -> None:
     assert engine.planned_steps == 6
     forecast = engine.forecast(6)
     with pytest.raises(BudgetExceededError, match="all 6 planned steps"):
-        stepped(engine, 7)
+        runs.train(engine, 7)
     assert engine.steps_taken == 6
     assert 4.0 * 0.999 < engine.epsilon() == forecast <= 4.0
 
 
 def test_a_discarded_batch_is_charged_as_its_stage_and_a_failed_one_is_not() -> None:
     engine = engine_for()
-    stepped(engine, 2)
+    runs.train(engine, 2)
     for batch in engine.batches():
         batch.discard()
         break
@@ -171,8 +160,8 @@ def test_a_discarded_batch_is_charged_as_its_stage_and_a_failed_one_is_not() -> 
     with pytest.raises(ZeroDivisionError):
         engine.step(failed, lambda *_: 1 / 0)
     assert engine.events == [SampledGaussian(8 / SIZE, 1.5, 2), SampledGaussian(1.0, 0.75, 1)]
-    assert [len(step.losses) for step in stepped(engine, 2)] == [SIZE] * 2
-    stepped(engine, 1)
+    assert [len(step.losses) for step in runs.train(engine, 2)] == [SIZE] * 2
+    runs.train(engine, 1)
     assert engine.events == [SampledGaussian(8 / SIZE, 1.5, 3), SampledGaussian(1.0, 0.75, 3)]
 
 
@@ -190,12 +179,12 @@ def test_within_a_loop_a_failed_batch_keeps_charges_and_terms_together() -> None
 
 def test_a_checkpoint_goes_on_at_its_stage(tmp_path) -> None:
     engine = engine_for()
-    stepped(engine, 3)
+    runs.train(engine, 3)
     engine.save(tmp_path / "saved")
     other = engine_for()
     assert other.restore(tmp_path / "saved").steps == 3
-    assert [len(step.losses) for step in stepped(other, 2)] == [SIZE] * 2
-    stepped(other, 1)
+    assert [len(step.losses) for step in runs.train(other, 2)] == [SIZE] * 2
+    runs.train(other, 1)
     assert set(other.events) == {SampledGaussian(8 / SIZE, 1.5, 3), SampledGaussian(1.0, 0.75, 3)}
     for changed in (None, Schedule([*STAGES.stages, Stage(1)])):
         with pytest.raises(PrivacyError, match="schedule"):
@@ -206,10 +195,10 @@ def test_a_checkpoint_goes_on_at_its_stage(tmp_path) -> None:
 def test_steps_taken_again_after_a_restore_stay_within_the_target(tmp_path) -> None:
     engine = engine_for(noise_multiplier=None, target_epsilon=4.0)
     engine.save(tmp_path / "saved")
-    stepped(engine, 2)
+    runs.train(engine, 2)
     engine.restore(tmp_path / "saved")
     with pytest.raises(BudgetExceededError):
-        stepped(engine, 9)
+        runs.train(engine, 9)
     assert engine.epsilon() <= 4.0
     assert max(event.count for event in engine.events) == 4
     assert engine.steps_taken == 6
@@ -217,9 +206,9 @@ def test_steps_taken_again_after_a_restore_stay_within_the_target(tmp_path) -> N
 
 def test_a_ledger_holds_each_stages_steps_and_reserves_no_more(tmp_path) -> None:
     engine = engine_for(ledger=tmp_path / "run.ledger")
-    stepped(engine, 2)
+    runs.train(engine, 2)
     assert [sum(spent.values()) for spent in engine.ledger.contents.totals.values()] == [2]
-    stepped(engine, 4)
+    runs.train(engine, 4)
     engine.detach()
     assert Ledger(tmp_path / "run.ledger").events == [SampledGaussian(8 / SIZE, 1.5, 3), SampledGaussian(1.0, 0.75, 3)]
 
@@ -228,7 +217,7 @@ def test_counts_of_adaptive_thresholds_are_charged_at_each_batch_size() -> None:
     stages = Schedule([Stage(1), Stage(1, threshold_factor=4.0, batch_size=SIZE)])
     policy = c.Composed(c.ByLayer(), c.Quantiles(0.5))
     engine = engine_for(clipping=policy, schedule=stages)
-    stepped(engine, 2)
+    runs.train(engine, 2)
     counts = [2 * (0.05 * size * math.sqrt(2)) / math.sqrt(2) for size in (8, SIZE)]
     rates = (8 / SIZE, 1.0)
     assert engine.events == [
@@ -242,7 +231,7 @@ def test_quantiles_follow_norms_over_the_factor(factor: float) -> None:
     policy = c.Composed(c.Whole(), c.Quantiles(1.6 / factor, learning_rate=0.3))
     stages = Schedule([Stage(1, threshold_factor=factor, batch_size=SIZE)])
     engine = engine_for(clipping=policy, schedule=stages, noise_multiplier=0.0)
-    norms = stepped(engine, 1)[0].norms["all"]
+    norms = runs.train(engine, 1)[0].norms["all"]
     share = (norms <= 1.6).double().mean().item()
     assert 0.1 < share < 0.9
     assert engine.clipping.thresholds["all"] == pytest.approx(1.6 / factor * math.exp(-0.3 * (share - 0.5)), rel=1e-9)
@@ -253,9 +242,9 @@ def test_given_noise_is_for_the_engines_noise_multiplier_and_scales_with_the_sta
     sigma = 2.0 / math.sqrt(2)
     engine = engine_for(clipping=policy, noise_multiplier=sigma)
     first = next(engine.model.parameters())
-    stepped(engine, 1)
+    runs.train(engine, 1)
     assert engine.noise_std(first) == pytest.approx(1.0 / 8, rel=1e-9)
-    stepped(engine, 2)
+    runs.train(engine, 2)
     assert engine.noise_std(first) == pytest.approx(0.5 * 3.0 / SIZE, rel=1e-9)
 
 
@@ -264,11 +253,11 @@ def test_users_and_fixed_batches_follow_a_schedule() -> None:
     people = [row // 2 for row in range(2 * SIZE)]
     model = runs.network(torch.float64)
     engine = runs.engine_for(model, dataset=data, unit_ids=people, **PRIVATE)
-    assert [len(step.norms) for step in stepped(engine, 4)[2:]] == [SIZE] * 2
+    assert [len(step.norms) for step in runs.train(engine, 4)[2:]] == [SIZE] * 2
     assert engine.events == [SampledGaussian(r, s, 2, unit="user") for r, s in ((8 / SIZE, 1.5), (1.0, 0.75))]
     stages = Schedule([Stage(1), Stage(1, batch_size=5)])
     fixed = engine_for(sampling="without_replacement", schedule=stages)
-    assert [len(step.losses) for step in stepped(fixed, 3)] == [8, 5, 5]
+    assert [len(step.losses) for step in runs.train(fixed, 3)] == [8, 5, 5]
     assert [(event.sample_rate, event.count) for event in fixed.events] == [(8 / SIZE, 1), (5 / SIZE, 2)]
 
 

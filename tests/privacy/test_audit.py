@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.audit import Bound, audit
+from ghostclip.audit import audit
 from ghostclip.audit.bounds import (
     composed_false_negatives,
     epsilon_from_rates,
@@ -60,10 +60,7 @@ def noise_found(trials: Trials, failure: float, rate: float = 1.0, steps: int = 
 def test_clopper_pearson_is_scipy_s(errors, trials):
     expected = binomtest(errors, trials).proportion_ci(confidence_level=0.9, method="exact").high
     assert float(error_bound(errors, trials, 0.05)) == pytest.approx(expected, rel=1e-9)
-
-
-def test_without_trials_nothing_is_known():
-    assert float(error_bound(0, 0, 0.05)) == 1.0
+    assert float(error_bound(0, 0, 0.05)) == 1.0  # without trials nothing is known
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 4.0])
@@ -83,14 +80,11 @@ def test_error_rates_of_a_gaussian_give_back_its_distance(threshold, rate):
     assert noise_from_rates(wrong_in, wrong_out, rate, 1) == pytest.approx(1 / mu)
 
 
-def test_errors_of_a_blind_attack_show_nothing():
+def test_errors_of_a_blind_attack_show_nothing_and_impossible_ones_leave_no_noise():
     assert float(gaussian_mu(0.4, 0.6)) == pytest.approx(0.0)
     assert noise_from_rates(0.5, 0.6, 1.0, 3) == math.inf
     assert noise_from_rates(0.5, 0.6, 0.3, 3) == math.inf
-
-
-def test_errors_too_few_for_the_sampling_rate_leave_no_noise():
-    assert noise_from_rates(0.01, 0.5, 0.2, 1) == 0.0
+    assert noise_from_rates(0.01, 0.5, 0.2, 1) == 0.0  # too few errors for the sampling rate
 
 
 @pytest.mark.parametrize("false_positives", [0.001, 0.1, 0.6])
@@ -121,13 +115,6 @@ def test_the_bounds_fail_no_more_often_than_they_say(rate, steps):
     allowed = binom.isf(1e-4, runs, failure)
     assert wrong_noise <= allowed
     assert wrong_epsilon <= allowed
-
-
-def test_more_trials_show_more():
-    generator = np.random.default_rng(6)
-    found = [np.median([noise_found(simulated(generator, n, 1.0), 0.05) for _ in range(9)]) for n in (300, 3000, 30000)]
-    assert found[0] > found[1] > found[2] > 1.0
-    assert found[2] < 1.1
 
 
 def test_a_hundred_thousand_draws_show_more_than_80_percent():
@@ -161,14 +148,6 @@ def test_one_run_p_value_is_the_sum_written_out():
     expected = sum(mass[v:]) + 2 * m * delta * largest
     found = one_run_p_value(canaries=m, guesses=r, correct=v, epsilon=math.log(3), delta=0.01)
     assert found == pytest.approx(float(expected), rel=1e-12)
-
-
-def test_one_run_bound_grows_with_what_is_right_and_falls_with_delta():
-    bound = partial(one_run_epsilon, canaries=500, guesses=100, confidence=0.95)
-    found = [bound(correct=v, delta=DELTA) for v in (50, 60, 80, 99, 100)]
-    assert found[0] == 0.0
-    assert sorted(found) == found
-    assert bound(correct=80, delta=1e-3) < bound(correct=80, delta=0.0)
 
 
 def test_one_run_bounds_hold_for_randomized_response():
@@ -223,15 +202,6 @@ def noise_changed(change):
     return plant
 
 
-def noise_twice(monkeypatch):
-    release = STANDARD.release
-
-    def twice(self, sums, std, divisor=1.0):
-        return release(self, release(self, sums, std, 1.0), std, divisor)
-
-    monkeypatch.setattr(STANDARD, "release", twice)
-
-
 BUGS = {
     "clip at twice the bound": clip_doubled,
     "sigma without C": noise_changed(lambda std: std / 2.0),
@@ -260,21 +230,6 @@ def test_a_sound_engine_is_consistent_and_its_noise_is_found():
 
 
 @pytest.mark.slow
-def test_hardened_noise_is_audited_too():
-    found = audited(confidence=0.9999, noise="hardened", canaries=4)
-    assert not found.violated
-    assert 0.5 < found.white_box.noise_multiplier < math.inf
-
-
-@pytest.mark.slow
-def test_noise_twice_is_no_violation_but_a_loose_bound(monkeypatch):
-    noise_twice(monkeypatch)
-    found = audited(confidence=SURE, noise_multiplier=0.25)
-    assert not found.violated
-    assert found.white_box.noise_multiplier > 0.25 * math.sqrt(2)
-
-
-@pytest.mark.slow
 def test_more_than_the_claimed_share_of_examples_is_found(monkeypatch):
     monkeypatch.setattr(Poisson, "count", lambda self, generator: generator.binomial(self.population, 0.9))
     found = audited(dataset=data(60), batch_size=1, noise_multiplier=0.8, draws=900)
@@ -295,18 +250,12 @@ def test_one_run_of_a_sound_engine_and_of_one_without_noise(monkeypatch):
     assert broken.audited > sound.audited
 
 
-def test_one_run_alone_finds_what_is_far_from_its_claim(monkeypatch):
-    BUGS["no noise"](monkeypatch)
-    found = audited(dataset=data(200), draws=0, canaries=150, batch_size=100, steps=10, noise_multiplier=8.0)
-    assert [bound.method for bound in found.bounds if bound.violated] == ["one-run"]
-    assert "of the training" in found.verdict
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"sampled": True}, {"steps_per_trial": 3}, {"sampled": True, "steps_per_trial": 3}]
+    "options",
+    [{"sampled": True}, {"steps_per_trial": 3}, {"sampled": True, "steps_per_trial": 3}, {"noise": "hardened"}],
 )
-def test_sampled_and_composed_trials_hold(options):
+def test_sampled_composed_and_hardened_trials_hold(options):
     found = audited(dataset=data(16), confidence=SURE, noise_multiplier=0.3, **options)
     assert not found.violated
     assert found.white_box.sample_rate == (0.5 if "sampled" in options else 1.0)
@@ -385,11 +334,6 @@ def test_figures_are_plain_and_name_every_bound():
     assert figures["audited_epsilon"] <= figures["claimed_epsilon"]
 
 
-def test_a_bound_is_violated_above_its_claim_only():
-    assert Bound("gaussian", "trial", 1.01, 1.0).violated
-    assert not Bound("gaussian", "trial", 1.0, 1.0).violated
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -409,9 +353,11 @@ def test_arguments_are_checked_by_name(changes, message):
         audited(**{"draws": 0, **changes})
 
 
-def test_an_option_that_no_training_has_is_refused():
+def test_an_option_that_no_training_has_and_a_model_that_no_example_moves_are_refused():
     with pytest.raises(TypeError, match="unexpected keyword argument 'noise_multiplyer'"):
         audited(noise_multiplyer=1.0)
+    with pytest.raises(ValueError, match="none of the first 8 examples has a gradient"):
+        audited(nn.Sequential(nn.Linear(5, 3), nn.Hardtanh(-1e-30, 1e-30)))
 
 
 @pytest.mark.slow
@@ -431,9 +377,3 @@ def test_the_published_bound_at_a_hundred_thousand_draws_is_above_80_percent():
     assert first["white_box"]["releases"] == 100_000
     assert 0.8 * first["claimed_epsilon"] < first["audited_epsilon"] < first["claimed_epsilon"]
     assert [name for name, found in audits.items() if found["violated"]] == ["planted bug"]
-
-
-def test_a_model_that_no_example_moves_is_reported():
-    model = nn.Sequential(nn.Linear(5, 3), nn.Hardtanh(-1e-30, 1e-30))
-    with pytest.raises(ValueError, match="none of the first 8 examples has a gradient"):
-        audited(model)

@@ -103,18 +103,14 @@ def test_plain_state_comes_back_exactly(value: Any) -> None:
     assert same(packed(value), value)
 
 
-def test_tensors_of_every_type_come_back_exactly(tmp_path: Path) -> None:
-    state = {"model": {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}}
-    checkpoint.save(tmp_path / "x", state, {})
-    assert same(checkpoint.load(tmp_path / "x").public, state)
-
-
-def test_tensors_that_share_memory_are_stored_apart(tmp_path: Path) -> None:
+def test_tensors_of_every_type_come_back_exactly_and_shared_memory_is_stored_apart(tmp_path: Path) -> None:
     whole = torch.arange(6.0)
-    state = {"model": {"a": whole[:4], "b": whole[2:], "c": whole, "again": whole}}
+    shared = {"a": whole[:4], "b": whole[2:], "c": whole, "again": whole}
+    state = {"model": {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES} | shared}
+    before = copy.deepcopy(state)
     checkpoint.save(tmp_path / "x", state, {})
     assert same(checkpoint.load(tmp_path / "x").public, state)
-    assert torch.equal(whole, torch.arange(6.0))
+    assert same(state, before)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +130,6 @@ def test_tensors_that_share_memory_are_stored_apart(tmp_path: Path) -> None:
 def test_what_would_need_code_is_refused_by_name(value: Any, name: str) -> None:
     with pytest.raises(PrivacyError, match=name):
         packed(value)
-
-
-def test_the_newest_and_the_one_before_are_kept(place: Path) -> None:
-    assert (value_at(place), value_at(checkpoint.previous_of(place))) == (2.0, 1.0)
-    save(place, 3.0)
-    assert (value_at(place), value_at(checkpoint.previous_of(place))) == (3.0, 2.0)
-    assert sorted(os.listdir(place.parent)) == ["run.v1", "run.v1.previous"]
 
 
 def test_private_files_are_their_owners(place: Path) -> None:
@@ -165,16 +154,8 @@ def test_nothing_is_unpickled(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert value_at(place) == 2.0
 
 
-def flipped(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
 DAMAGE: dict[str, Callable[[Path], Any]] = {
-    "bytes have changed": flipped,
     "cut short": lambda file: file.write_bytes(file.read_bytes()[:-1]),
-    "emptied": lambda file: file.write_bytes(b""),
     "longer": lambda file: file.write_bytes(file.read_bytes() + b" x"),
     "missing": lambda file: file.unlink(),
 }
@@ -417,10 +398,3 @@ def test_a_missing_library_is_named_in_one_line(place: Path, monkeypatch: pytest
     for call in (lambda: save(place, 3.0), lambda: checkpoint.load(place)):
         with pytest.raises(PrivacyError, match=r'^[^\n]*pip install "\.\[checkpoint\]"$'):
             call()
-
-
-def test_saving_changes_nothing_of_what_is_saved(tmp_path: Path) -> None:
-    state = public()
-    before = copy.deepcopy(state)
-    checkpoint.save(tmp_path / "x", state, PRIVATE)
-    assert same(state, before)

@@ -1,7 +1,5 @@
 """The engine and its ledger: charged before release, counted across runs, stopped before a budget is passed."""
 
-import errno
-import gc
 import math
 import os
 from dataclasses import replace
@@ -11,12 +9,12 @@ from typing import Any
 import private_runs as runs
 import pytest
 import torch
-from ledgers import charged, in_child, records, spent
+from ledgers import charged, records, spent
 
 from ghostclip import accounting
 from ghostclip.accounting import affordable, calibration
 from ghostclip.engine import PrivacyEngine, budget
-from ghostclip.errors import BudgetExceededError, LedgerError, PrivacyError
+from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.events import FixedSizeGaussian, SampledGaussian
 from ghostclip.ledger import Account, Ledger
 from ghostclip.noise.gaussian import Aes, ChaCha
@@ -49,13 +47,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stepped(engine: PrivacyEngine, steps: int) -> PrivacyEngine:
-    """The engine after so many steps more, on batches of no influence."""
-    while steps:
-        for batch in engine.batches():
-            engine.step(batch, runs.losses_of)
-            steps -= 1
-            if not steps:
-                break
+    runs.train(engine, steps)
     return engine
 
 
@@ -110,49 +102,10 @@ def test_the_ledger_knows_the_run_s_settings(path: Path) -> None:
     assert engine_for(path).epsilon() == math.inf
 
 
-def test_an_engine_that_is_forgotten_lets_go_of_its_ledger(path: Path) -> None:
-    engine = stepped(engine_for(path), 2)
-    del engine
-    gc.collect()
-    assert spent(path) == 2
-    assert in_child(lambda: stepped(engine_for(path), 1).detach()) == 0
-    assert spent(path) == 3
-
-
 def test_an_engine_that_was_not_built_leaves_the_ledger_alone(path: Path) -> None:
     with pytest.raises(ValueError, match="target_epsilon"):
         engine_for(path, target_epsilon=1.0)
     assert not path.exists()
-
-
-def test_a_full_disk_stops_the_step_and_nothing_else(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = stepped(engine_for(Ledger(path, block=2)), 2)  # type: ignore[arg-type]
-    before = runs.weights(engine.model)
-
-    def full(*arguments: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", full)
-        with pytest.raises(LedgerError, match="the disk is full; nothing was released"):
-            stepped(engine, 1)
-    assert torch.equal(runs.weights(engine.model), before)
-    assert all(parameter.grad is None for parameter in engine.model.parameters())
-    stepped(engine, 1).detach()
-    assert spent(path) == 3
-
-
-def test_a_forked_engine_can_take_no_step(path: Path) -> None:
-    engine = stepped(engine_for(path), 1)
-
-    def child() -> None:
-        with pytest.raises(LedgerError, match="this one was forked from"):
-            stepped(engine, 1)
-        engine.detach()
-
-    assert in_child(child) == 0
-    stepped(engine, 1).detach()
-    assert spent(path) == 2
 
 
 def most_within(limit: float, before: list[Any] | None = None) -> int:
@@ -220,13 +173,6 @@ def test_what_an_interruption_leaves_counts_for_the_budget(
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_budget_is_the_whole_ledger_s(path: Path) -> None:
-    charged(Ledger(path).account(), 5, SampledGaussian(0.5, 3.0)).close()
-    engine = engine_for(path, max_epsilon=8.0)
-    assert steps_until_refused(engine, "would pass max_epsilon") == most_within(8.0, [SampledGaussian(0.5, 3.0, 5)]) > 5
-
-
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("block", [1, 5])
 def test_two_engines_share_a_budget(path: Path, block: int) -> None:
     ledger: Any = Ledger(path, block=block)
@@ -240,26 +186,6 @@ def test_two_engines_share_a_budget(path: Path, block: int) -> None:
     # What the other one has in its block is out of reach.
     more = [SampledGaussian(1 / 3, 0.8, block), *engines[0].events]
     assert accounting.epsilon_of(more, delta=1e-3) > 20.0
-
-
-@pytest.mark.usefixtures("quick")
-def test_the_accountant_is_asked_once_and_when_somebody_else_has_spent(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-
-    def watched(*arguments: Any, **more: Any) -> int:
-        asked.append(1)
-        return affordable(*arguments, **more)
-
-    monkeypatch.setattr("ghostclip.accounting.affordable", watched)
-    ledger: Any = Ledger(path, block=1)
-    engine, other = engine_for(ledger, max_epsilon=20.0), engine_for(ledger)
-    stepped(engine, 5)
-    assert len(asked) == 1
-    stepped(other, 5)
-    stepped(engine, 5)
-    assert len(asked) == 2
 
 
 @pytest.mark.usefixtures("quick")

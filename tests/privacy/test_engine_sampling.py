@@ -21,8 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def trained(epochs: int = 1, **options: Any) -> PrivacyEngine:
     engine = runs.engine_for(runs.network(), **{"noise_multiplier": 6.0, "clipping": 1.0, **options})
     for _ in range(epochs):
-        for batch in engine.batches():
-            engine.step(batch, runs.losses_of)
+        runs.train(engine)
     return engine
 
 
@@ -48,8 +47,7 @@ def test_a_forecast_is_what_more_steps_will_have_spent(accountant: str) -> None:
     foretold = engine.forecast(3, accountant=accountant)
     assert engine.forecast(0, accountant=accountant) == engine.epsilon(accountant=accountant) < foretold
     assert engine.forecast(3, delta=1e-3, accountant=accountant) < foretold
-    for batch in engine.batches():
-        engine.step(batch, runs.losses_of)
+    runs.train(engine)
     # By PLD a later call adds to what an earlier one composed, and rounds up.
     assert foretold <= engine.epsilon(accountant=accountant) <= foretold * (1 + 1e-3 * (accountant == "pld"))
 
@@ -90,9 +88,3 @@ def test_sums_are_divided_by_the_public_size_under_every_sampling(sampling: str)
     losses = runs.losses_of(reference, examples)
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(losses.sum(), list(reference.parameters()))]) / 8
     assert torch.allclose(found[0], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_arguments_of_sampling_are_refused_by_name() -> None:
-    for wrong in ({"sampling": "shuffled"}, {"neighboring": "replace"}, {"max_batch_size": 9}, {"sampling": 1}):
-        with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
-            runs.engine_for(runs.network(), **wrong)

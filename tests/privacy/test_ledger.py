@@ -92,13 +92,6 @@ def test_runs_of_one_process_share_a_ledger(path: Path) -> None:
     assert spent(path) == 74
 
 
-def test_another_event_starts_a_block_of_its_own(path: Path) -> None:
-    account = charged(Ledger(path).account(), 3)
-    charged(account, 2, OTHER)
-    account.close()
-    assert Ledger(path).events == [replace(EVENT, count=3), replace(OTHER, count=2)]
-
-
 def test_a_run_that_was_forgotten_gives_back_its_block(path: Path) -> None:
     account = charged(Ledger(path).account(), 3)
     del account

@@ -10,19 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import private_runs as runs
 import pytest
 import torch
-from scipy import stats
 
 from ghostclip.cli import main
 from ghostclip.cli.summary import run_table
 from ghostclip.noise import noise_source
-from ghostclip.noise.hardened import Lattice
 from ghostclip.report import TrainingRun
-
-# A false alarm once in a million runs for each p-value.
-RARE = 1e-6
 
 
 def test_every_release_has_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,54 +55,6 @@ def test_no_process_and_no_copy_repeats_another_s_noise(method: str) -> None:
         drawn.append(each.release([torch.zeros(50, dtype=torch.float64)], 1.0)[0].tolist())
     # Numbers are multiples of the step, so single ones may agree; two sequences never do.
     assert max(np.mean(np.equal(one, other)) for i, one in enumerate(drawn) for other in drawn[:i]) < 0.2
-
-
-@pytest.mark.parametrize("noise", ["standard", "hardened"])
-@pytest.mark.parametrize("physical", [1, 3, None])
-def test_every_step_draws_once_whatever_the_physical_batches(noise: str, physical: int | None) -> None:
-    model = runs.network()
-    engine = runs.engine_for(
-        model, noise=noise, noise_multiplier=1.0, clipping=1.0, batch_size=2, max_physical_batch_size=physical
-    )
-    sizes = []
-    for batch in engine.batches():
-        sizes.append(sum(batch.sizes))
-        engine.step(batch, runs.losses_of)
-    assert engine._steps.release._noise.draws == len(sizes) == 12
-    assert engine.noise == noise
-
-
-@pytest.mark.parametrize("physical", [1, None])
-def test_the_noise_has_its_std_whatever_the_physical_batches(physical: int | None) -> None:
-    model = torch.nn.Linear(5, 4000)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    seen: list[torch.Tensor] = []
-    engine = runs.engine_for(
-        model, optimizer, noise="hardened", noise_multiplier=1.3, clipping=1e-3, max_physical_batch_size=physical
-    )
-    runs.on_step(optimizer, lambda: seen.append(runs.grads(model).clone()))
-    engine.step(next(iter(engine.batches())), lambda model, batch: 0.0 * model(batch[0]).sum(1))
-    assert stats.kstest(seen[0].numpy(), stats.norm(0, 1.3e-3 / 8).cdf).pvalue > RARE
-
-
-@pytest.mark.slow
-def test_compiled_steps_release_through_the_lattice_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    release = Lattice.release
-    monkeypatch.setattr(Lattice, "release", lambda *of: given.append(release(*of)) or given[-1])
-    model = runs.network()
-    before = runs.weights(model)
-    engine = runs.engine_for(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), noise="hardened", noise_multiplier=1.0, clipping=1.0
-    )
-    engine.compile()
-    for _ in range(2):
-        for batch in engine.batches():
-            engine.step(batch, runs.losses_of)
-    assert engine._steps.release._noise.draws == len(given) == 6
-    # The parameters move by what was released, and by nothing else.
-    moved = before - runs.weights(model)
-    assert torch.allclose(moved, torch.from_numpy(np.sum(given, axis=0)), atol=1e-5)
 
 
 @pytest.mark.parametrize(("noise", "said"), [("hardened", "1.000 hardened"), ("test", "1.000 test"), (None, "1.000")])

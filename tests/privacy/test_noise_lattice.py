@@ -1,6 +1,8 @@
-"""Noise on a lattice: every released number is one of its points, with exactly the law it claims."""
+"""Noise on a lattice: every released number is one of its points, with exactly the law it claims, by a ziggurat."""
 
+import bisect
 import math
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any
 
@@ -15,8 +17,8 @@ from scipy import stats
 from ghostclip.native import library
 from ghostclip.noise import noise_source
 from ghostclip.noise.cipher import KeyStream
-from ghostclip.noise.hardened import CHUNK, FINENESS, LIMIT, Lattice
-from ghostclip.noise.ziggurat import DIGITS, LAYER_BITS, LAYERS, REACH, Ziggurat, ziggurat
+from ghostclip.noise.hardened import CHUNK, ENOUGH, FINENESS, LIMIT, Lattice
+from ghostclip.noise.ziggurat import DIGITS, LAYER_BITS, LAYERS, PRECISION, REACH, Ziggurat, ziggurat
 
 # A false alarm once in a million runs for each p-value.
 RARE = 1e-6
@@ -64,12 +66,6 @@ def test_released_numbers_are_on_the_lattice(dtype: torch.dtype, std: float, div
         assert torch.equal(cast, cast.round())
 
 
-def test_ordinary_gaussian_noise_is_not_on_the_lattice() -> None:
-    (found,) = noise_source().release([torch.zeros(100)], 1.1, 128.0)
-    ratios = multiples(found, 1.1, 128.0)
-    assert not torch.equal(ratios, ratios.round())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_gradient_that_an_optimizer_gets_is_on_the_lattice(dtype: torch.dtype) -> None:
     model = runs.network(dtype)
@@ -79,8 +75,7 @@ def test_the_gradient_that_an_optimizer_gets_is_on_the_lattice(dtype: torch.dtyp
         model, optimizer, runs.data(dtype=dtype), noise="hardened", noise_multiplier=0.9, clipping=1.0
     )
     runs.on_step(optimizer, lambda: seen.append(runs.grads(model).clone()))
-    for batch in engine.batches():
-        engine.step(batch, runs.losses_of)
+    runs.train(engine)
     assert len(seen) == 3
     for gradient in seen:
         ratios = multiples(gradient, 0.9 * engine._steps.release.sensitivity, 8)
@@ -208,3 +203,51 @@ def test_low_digits_tell_sums_apart_in_floating_point_and_not_on_the_lattice() -
     assert share_of_multiples("hardened", 1.0, 2**-25) == share_of_multiples("hardened", 0.0, 2**-25) == 1.0
     step = Lattice(1.0, 1.0).step
     assert share_of_multiples("hardened", 1.0, step) == share_of_multiples("hardened", 1e-7, step) == 1.0
+
+
+def test_the_layers_cover_the_curve_and_no_more_is_taken_for_inside() -> None:
+    layers, floors = ziggurat(), ziggurat().exact_floors
+    assert floors[-1] >= 1 > floors[-2]
+    assert np.all(np.diff(layers.widths) < 0)
+    for layer in range(LAYERS):
+        width = Decimal(layers.widths[layer])
+        if layer:
+            assert (-width * width / 2).exp() <= floors[layer]
+        inside = width * Decimal(layers.inside[layer])
+        assert layers.inside[layer] == 0 or (-inside * inside / 2).exp() >= floors[layer + 1]
+        assert Fraction(int(layers.table["inside"][layer]), 1 << DIGITS) <= Fraction(layers.inside[layer])
+        assert Decimal(float(layers.table["width"][layer])) == width
+        assert layers.floors[layer] == float(floors[layer])
+    assert 2 * stats.norm.sf(REACH) < 2.0**-125
+
+
+class Fixed(KeyStream):
+    """A stream of words that are given."""
+
+    def __init__(self, words: list[int]) -> None:
+        self._given = np.array(words, np.uint64)
+
+    def words(self, count: int) -> np.ndarray:
+        found, self._given = self._given[:count], self._given[count:]
+        return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(layer=st.integers(0, LAYERS - 1), digits=st.integers(0, 2**ENOUGH - 1), word=st.integers(0, 2**64 - 1))
+def test_float64_says_what_sixty_digits_say_or_doubts(layer: int, digits: int, word: int) -> None:
+    shares = np.array([(digits + 0.5) * 2.0**-ENOUGH])
+    accepted, doubtful, heights = ziggurat().under(np.array([layer]), shares, Fixed([word]))
+    x = Fraction(float(ziggurat().widths[layer])) * Fraction(2 * digits + 1, 1 << (ENOUGH + 1))
+    height = Fraction(2 * int(heights[0]) + 1, 1 << 54)
+    assert bool(doubtful[0]) or accepted[0] == ziggurat().certainly_under(layer, x, height)
+
+
+@pytest.mark.parametrize("nearness", ["-1e-12", "1e-12", "-1e-18", "1e-18", "-1e-30", "1e-30"])
+def test_points_next_to_the_curve_are_told_apart(nearness: str) -> None:
+    # Heights just above and below the curve, most of which float64 can't tell from it.
+    with localcontext(PRECISION):
+        x, floors = Decimal(13) / 8, ziggurat().exact_floors
+        curve = (-x * x / 2).exp()
+        layer = bisect.bisect_right(floors, curve) - 1
+        share = (curve - floors[layer]) / (floors[layer + 1] - floors[layer]) + Decimal(nearness)
+    assert ziggurat().certainly_under(layer, Fraction(x), Fraction(share)) == nearness.startswith("-")

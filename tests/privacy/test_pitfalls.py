@@ -38,7 +38,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
     "losses of shape [B,1], broadcast to [B,B]: refused":
         "clipper/test_clipper_guards.py::test_losses_of_another_shape_are_refused_by_every_call",
-    "a mean loss, unclipped in effect: refused": "engine/test_first_mistakes.py::test_a_mean_loss",
+    "a mean loss, unclipped in effect: refused":
+        "engine/test_engine_guards.py::test_another_thing_in_the_loss_function_s_place",
     "a plain backward before ours, unclipped: refused":
         "engine/test_engine_guards.py::test_a_plain_backward_before_ours",
     "BatchNorm frozen in train mode, without affine, 1.02 to 2 C: refused":

@@ -1,7 +1,6 @@
 """Sampling: the distribution of batches, their division, what is kept of a DataLoader, and what is refused."""
 
 import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,26 +110,30 @@ def test_of_a_given_size_all_sets_are_equally_likely(sampling: str) -> None:
         assert stats.chisquare(sizes, steps * np.array([law.pmf(0), law.pmf(1), law.sf(1)])).pvalue > RARE
 
 
-def test_batches_of_a_fixed_size_are_drawn_anew_from_all() -> None:
-    found = members(LogicalBatches(numbered(8), batch_size=2, sampling="without_replacement"), 3000).astype(float)
+@pytest.mark.parametrize("sampling", ["poisson", "without_replacement"])
+def test_batches_are_drawn_anew_from_all(sampling: str) -> None:
+    found = members(LogicalBatches(numbered(8), batch_size=2, sampling=sampling), 4000).astype(float)
     for example in range(8):
-        assert stats.binomtest(int(found[:, example].sum()), 3000, 0.25).pvalue > RARE
+        assert stats.binomtest(int(found[:, example].sum()), 4000, 0.25).pvalue > RARE
         assert stats.pearsonr(found[:-1, example], found[1:, example]).pvalue > RARE
 
 
+@pytest.mark.parametrize(("size", "batch_size", "steps"), [(40, 4, 10), (7, 2, 4), (5, 2, 2), (3, 3, 1), (10, 7, 1)])
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
-def test_each_way_to_sample_has_its_own_event(neighboring: str) -> None:
+def test_each_way_to_sample_has_its_own_event(neighboring: str, size: int, batch_size: int, steps: int) -> None:
     """Row "shuffled or fixed-size batches accounted as Poisson": whoever samples says what is charged."""
-    options: dict[str, Any] = {"batch_size": 4, "max_physical_batch_size": 7, "neighboring": neighboring}
+    options: dict[str, Any] = {"batch_size": batch_size, "max_physical_batch_size": 7, "neighboring": neighboring}
+    said = {"sample_rate": batch_size / size, "noise_multiplier": 1.5, "relation": neighboring}
     expected = {
-        "poisson": SampledGaussian(0.1, 1.5, relation=neighboring),
-        "without_replacement": FixedSizeGaussian(0.1, 1.5, relation=neighboring),
-        "truncated": TruncatedGaussian(0.1, 1.5, relation=neighboring, dataset_size=40, max_batch_size=7),
+        "poisson": SampledGaussian(**said),
+        "without_replacement": FixedSizeGaussian(**said),
+        "truncated": TruncatedGaussian(**said, dataset_size=size, max_batch_size=7),
     }
     for sampling, event in expected.items():
-        loader = LogicalBatches(numbered(40), **options, sampling=sampling)
+        loader = LogicalBatches(numbered(size), **options, sampling=sampling)
         assert loader.event(1.5) == event
         assert loader.event(1.5).sampling == sampling
+        assert len(loader) == steps == len(list(loader))
         assert all(sum(batch.sizes) <= 7 for batch in loader) or sampling == "poisson"
 
 
@@ -155,37 +158,25 @@ def test_schemes_are_checked(options: dict[str, Any], message: str) -> None:
         LogicalBatches(numbered(40), **{"batch_size": 10, **options})
 
 
-def test_the_replacement_of_a_sampler_names_the_way() -> None:
-    for sampling, name in [
-        ("without_replacement", "without replacement .4 different examples"),
+@pytest.mark.parametrize(
+    ("sampling", "name"),
+    [
+        ("poisson", "Poisson sampling.*probability 0.1"),
+        ("without_replacement", "sampling without replacement .4 different examples"),
         ("truncated", "truncated"),
-    ]:
-        with pytest.warns(UserWarning, match=rf"is replaced by {'sampling ' if 'out' in sampling else ''}{name}"):
-            LogicalBatches(DataLoader(Squares(), 4), sampling=sampling, max_physical_batch_size=8)
+    ],
+)
+def test_the_replacement_of_a_sampler_is_said_once_and_names_the_way(sampling: str, name: str) -> None:
+    with pytest.warns(UserWarning, match=f"RandomSampler is replaced by {name}") as said:
+        list(LogicalBatches(DataLoader(Squares(), 4, shuffle=True), sampling=sampling, max_physical_batch_size=8))
+    assert len(said) == 1
     assert "each user is in a batch" in scheme_named("poisson", 10, 2, unit="user").words
-
-
-def test_successive_batches_are_independent() -> None:
-    found = members(LogicalBatches(numbered(8), batch_size=2), 4000).astype(float)
-    for example in range(8):
-        assert stats.pearsonr(found[:-1, example], found[1:, example]).pvalue > RARE
-
-
-def test_the_full_batch_is_taken_whole() -> None:
-    assert members(LogicalBatches(numbered(9), batch_size=9), 3).all()
 
 
 def test_a_seed_repeats_the_batches_and_goes_on_over_epochs() -> None:
     first, second = (members(LogicalBatches(numbered(20), batch_size=5, seed=7), 8) for _ in range(2))
     assert (first == second).all()
     assert (first[:4] != first[4:]).any()
-
-
-@pytest.mark.parametrize(("size", "batch_size", "steps"), [(100, 10, 10), (7, 2, 4), (5, 2, 2), (3, 3, 1), (10, 7, 1)])
-def test_length_rate_and_event(size: int, batch_size: int, steps: int) -> None:
-    loader = LogicalBatches(Squares(size), batch_size=batch_size)
-    assert len(loader) == steps == len(list(loader))
-    assert loader.event(1.5) == SampledGaussian(batch_size / size, 1.5, 1, "add_or_remove_one")
 
 
 def test_physical_batches_are_a_division_of_the_logical_one() -> None:
@@ -201,12 +192,6 @@ def test_physical_batches_are_a_division_of_the_logical_one() -> None:
         assert torch.equal(torch.cat([part[1] for part in parts]), numbers**2)
 
 
-def test_an_empty_batch_has_no_physical_ones() -> None:
-    loader = LogicalBatches(numbered(2), batch_size=1)
-    empty = next(batch for _ in range(1000) for batch in loader if not batch.sizes)
-    assert list(empty.physical()) == []
-
-
 def _pair_up(examples: list[tuple[int, int]]) -> dict[str, list[int]]:
     return {"number": [a for a, _ in examples], "square": [b for _, b in examples], "worker": [_worker_number()]}
 
@@ -220,8 +205,11 @@ def _start_at_100(worker: int) -> None:
     torch.utils.data.get_worker_info().dataset.first = 100  # type: ignore[union-attr]
 
 
-def test_collate_fn_and_batch_size_of_a_loader_are_kept() -> None:
-    loader = taken_over(DataLoader(Squares(), batch_size=8, shuffle=True, collate_fn=_pair_up))
+@pytest.mark.parametrize("sampling", [{"shuffle": True}, {"batch_sampler": True}])
+def test_collate_fn_and_batch_size_of_a_loader_are_kept(sampling: dict[str, Any]) -> None:
+    batches = BatchSampler(RandomSampler(Squares()), 8, False)
+    options = {"batch_size": 8, **sampling} if "shuffle" in sampling else {"batch_sampler": batches}
+    loader = taken_over(DataLoader(Squares(), collate_fn=_pair_up, **options))
     assert loader.batch_size == 8
     part = next(part for batch in loader for part in batch.physical())
     assert part["square"] == [number**2 for number in part["number"]]
@@ -245,99 +233,23 @@ def test_workers_are_kept_and_batches_stay_in_step() -> None:
     assert seen == {100, 101}
 
 
-def test_options_of_a_loader_are_kept() -> None:
-    generator = torch.Generator()
-    given = DataLoader(Squares(), 4, num_workers=1, timeout=5, prefetch_factor=3, generator=generator, pin_memory=True)
-    made = taken_over(given)._loader
-    assert (made.num_workers, made.timeout, made.prefetch_factor, made.pin_memory) == (1, 5, 3, True)
-    assert made.generator is generator
-
-
-class Record:
-    """A batch of a class of its own, which can be pinned."""
-
-    def __init__(self, examples: list[Any]) -> None:
-        self.examples, self.pinned = examples, False
-
-    def pin_memory(self) -> "Record":
-        self.pinned = True
-        return self
-
-
-class Mixed(Dataset[Any]):
-    """Examples of an array, a text and a number, as real data sets give them."""
+class AllAtOnce(Dataset[Any]):
+    """Examples of an array, a text and a number, of which a whole batch is read by one call."""
 
     def __len__(self) -> int:
         return 30
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"array": np.full(3, index, np.float32), "text": f"number {index}", "number": index}
-
-
-class AllAtOnce(Mixed):
-    """Reads a whole batch by one call, which torch asks for where it is there."""
-
-    def __getitem__(self, index: int) -> Any:
-        raise AssertionError("single examples are slow")
-
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [Mixed.__getitem__(self, index) for index in indices]
+        return [{"array": np.full(3, at, np.float32), "text": f"number {at}", "number": at} for at in indices]
 
 
-@pytest.mark.parametrize("kind", [Mixed, AllAtOnce])
-def test_arrays_and_texts_in_dicts_come_as_default_collation_gives_them(kind: type[Mixed]) -> None:
-    loader = LogicalBatches(kind(), batch_size=20, max_physical_batch_size=4)
+def test_arrays_and_texts_in_dicts_come_as_default_collation_gives_them() -> None:
+    loader = LogicalBatches(AllAtOnce(), batch_size=20, max_physical_batch_size=4)
     for batch in loader:
         for part, size in zip(batch.physical(), batch.sizes, strict=True):
             assert part["array"].shape == (size, 3)
             assert part["array"].dtype == torch.float32
             assert part["text"] == [f"number {number}" for number in part["number"].tolist()]
-
-
-@pytest.mark.parametrize("collate", [Record, lambda examples: {"all": examples}, lambda examples: examples])
-def test_collation_may_return_anything(collate: Any) -> None:
-    loader = taken_over(DataLoader(Mixed(), 10, collate_fn=collate))
-    part = next(part for batch in loader for part in batch.physical())
-    assert isinstance(part, (Record, dict, list))
-
-
-def test_pinning_is_asked_for_as_given() -> None:
-    made = taken_over(DataLoader(Mixed(), 10, pin_memory=True))._loader
-    assert made.pin_memory
-    assert not LogicalBatches(Mixed(), batch_size=4)._loader.pin_memory
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
-def test_persistent_workers_prefetch_and_leave_users_together() -> None:
-    given = DataLoader(Mixed(), 4, num_workers=1, persistent_workers=True, prefetch_factor=4)
-    ids = [row // 3 for row in range(30)]
-    loader = taken_over(given, unit_ids=ids, max_physical_batch_size=6)
-    for _ in range(2):
-        for batch in loader:
-            rows = [row for part in batch.physical() for row in part["number"].tolist()]
-            assert all(rows.count(row // 3 * 3 + place) == 1 for row in rows for place in range(3))
-
-
-def test_rows_of_tensors_come_as_default_collation_gives_them() -> None:
-    data = TensorDataset(torch.randn(30, 4), torch.arange(30))
-    part = next(part for batch in LogicalBatches(data, batch_size=20) for part in batch.physical())
-    expected = torch.utils.data.default_collate([data[number] for number in part[1].tolist()])
-    assert type(part) is type(expected)
-    for got, wanted in zip(part, expected, strict=True):
-        assert torch.equal(got, wanted)
-
-
-def test_the_replacement_is_said_once_and_at_the_callers_line() -> None:
-    def build() -> LogicalBatches:
-        return LogicalBatches(DataLoader(Squares(), 4, shuffle=True))
-
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        loader = build()
-        list(loader)
-    assert len(said) == 1
-    assert "RandomSampler is replaced by Poisson sampling" in str(said[0].message)
-    assert "probability 0.1" in str(said[0].message)
 
 
 class Stream(IterableDataset[int]):
@@ -373,15 +285,10 @@ def test_other_samplers_are_refused_with_a_remedy(loader: DataLoader[Any], name:
     assert f"by {name}, which" in str(caught.value)
 
 
-def test_a_batch_sampler_of_torchs_own_is_replaced() -> None:
-    given = DataLoader(Squares(), batch_sampler=BatchSampler(RandomSampler(Squares()), 5, False))
-    assert taken_over(given).batch_size == 5
-
-
-def test_streams_are_refused_with_a_remedy() -> None:
-    for data in (Stream(), DataLoader(Stream(), 2), iter([1, 2])):
-        with pytest.raises(PrivacyError, match=r"can't be read at random.*map-style dataset"):
-            LogicalBatches(data, batch_size=2)
+@pytest.mark.parametrize("data", [Stream(), DataLoader(Stream(), 2), iter([1, 2])])
+def test_streams_are_refused_with_a_remedy(data: Any) -> None:
+    with pytest.raises(PrivacyError, match=r"can't be read at random.*map-style dataset"):
+        LogicalBatches(data, batch_size=2)
 
 
 def test_sizes_out_of_range() -> None:

@@ -14,12 +14,12 @@ from ghostclip.engine import PrivacyEngine
 NORM, RATE = 0.1, 2.0
 
 
-def small_engine(**changes: Any) -> PrivacyEngine:
+def small_engine(dtype: torch.dtype = torch.float32, **changes: Any) -> PrivacyEngine:
     """An engine without noise whose norm nearly every example is clipped to."""
-    model = runs.network()
+    model = runs.network(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     options = {"clipping": NORM, "max_physical_batch_size": 4, "self_check": False, **changes}
-    return runs.engine_for(model, optimizer, options.pop("data", None), **options)
+    return runs.engine_for(model, optimizer, options.pop("data", runs.data(dtype=dtype)), **options)
 
 
 def update_of(model: nn.Module, batch: list[list[Tensor]]) -> Tensor:

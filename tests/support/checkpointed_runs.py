@@ -45,14 +45,7 @@ def private(**changes: Any) -> PrivacyEngine:
 
 
 def go(engine: PrivacyEngine, steps: int, after: Callable[[], Any] = lambda: None) -> PrivacyEngine:
-    """So many steps, epoch after epoch."""
-    while steps:
-        for batch in engine.batches():
-            engine.step(batch, runs.losses_of)
-            after()
-            steps -= 1
-            if not steps:
-                break
+    runs.train(engine, steps, after=after)
     return engine
 
 

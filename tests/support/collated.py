@@ -25,16 +25,6 @@ MIXING: dict[str, Callable[[], Training]] = {}
 HONEST: dict[str, Callable[[], Training]] = {}
 
 
-def mixing(make: Callable[[], Training]) -> Callable[[], Training]:
-    MIXING[make.__name__] = make
-    return make
-
-
-def honest(make: Callable[[], Training]) -> Callable[[], Training]:
-    HONEST[make.__name__] = make
-    return make
-
-
 def texts(count: int = 64, lengths: tuple[int, int] = (4, 10)) -> list[tuple[Tensor, int]]:
     """(tokens [length], class), the classes in turn."""
     return [(torch.randint(1, WORDS, (int(torch.randint(*lengths, ())),)), row % CLASSES) for row in range(count)]
@@ -82,65 +72,38 @@ def masked_mean(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return (hidden * batch["mask"].unsqueeze(2)).sum(1) / batch["lengths"].unsqueeze(1)
 
 
+def of_texts(
+    model: Callable[[], nn.Module],
+    losses: Callable[..., Tensor] = class_losses,
+    collate: Callable[[list[Any]], Any] = padded,
+    **options: Any,
+) -> Callable[[], Training]:
+    return lambda: (model(), loader(texts(), collate), losses, options)
+
+
+def token_losses_over(count: Callable[[dict[str, Any]], Any]) -> Callable[..., Tensor]:
+    return lambda model, batch: next_token_losses(model, batch).sum(1) / count(batch)
+
+
 # Padding to the longest text of the batch.
 
 
-@mixing
-def token_losses_averaged_over_the_padded_length() -> Training:
-    return language_model(), loader(texts(), padded), lambda m, b: next_token_losses(m, b).mean(1), {}
+def with_positions(m: Wired, batch: dict[str, Tensor]) -> Tensor:
+    places = m.positions(torch.arange(batch["ids"].shape[1]))
+    return m.head(masked_mean(m.emb(batch["ids"]) + places.expand(len(batch["ids"]), -1, -1), batch))
 
 
-@mixing
-def mean_pooling_without_a_mask() -> Training:
-    return by(lambda m, b: m.head(m.emb(b["ids"]).mean(1))), loader(texts(), padded), class_losses, {}
+def with_group_norm(m: Wired, batch: dict[str, Tensor]) -> Tensor:
+    hidden = m.norm(m.emb(batch["ids"]).transpose(1, 2)).transpose(1, 2)
+    return m.head(masked_mean(hidden.square(), batch))
 
 
-@mixing
-def the_last_state_of_an_lstm() -> Training:
-    model = by(lambda m, b: m.head(m.rnn(m.emb(b["ids"]))[1][0][0]), rnn=nn.LSTM(6, 6, batch_first=True))
-    return model, loader(texts(), padded), class_losses, {}
+def with_attention(m: Wired, batch: dict[str, Tensor]) -> Tensor:
+    return m.head(m.layer(m.emb(batch["ids"]), src_key_padding_mask=~batch["mask"])[:, 0])
 
 
-@mixing
-def attention_without_a_mask() -> Training:
-    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.1, batch_first=True)
-    return (
-        by(lambda m, b: m.head(m.layer(m.emb(b["ids"]))[:, 0]), layer=layer),
-        loader(texts(), padded),
-        class_losses,
-        {},
-    )
-
-
-@mixing
-def positions_from_the_left_of_padding() -> Training:
-    def forward(m: Wired, batch: dict[str, Tensor]) -> Tensor:
-        hidden = m.emb(batch["ids"]) + m.positions(torch.arange(batch["ids"].shape[1])).expand(
-            len(batch["ids"]), -1, -1
-        )
-        return m.head(masked_mean(hidden, batch))
-
-    return by(forward, positions=nn.Embedding(300, 6)), loader(texts(), padded_on_the_left), class_losses, {}
-
-
-@mixing
-def group_norm_over_the_padding() -> Training:
-    def forward(m: Wired, batch: dict[str, Tensor]) -> Tensor:
-        hidden = m.norm(m.emb(batch["ids"]).transpose(1, 2)).transpose(1, 2)
-        return m.head(masked_mean(hidden.square(), batch))
-
-    return by(forward, norm=nn.GroupNorm(2, 6)), loader(texts(), padded), class_losses, {}
-
-
-@mixing
-def fourier_transform_over_the_padding() -> Training:
-    def forward(m: Wired, batch: dict[str, Tensor]) -> Tensor:
-        return m.head(torch.fft.fft(m.emb(batch["ids"]), dim=1).real[:, 1].square())
-
-    return by(forward), loader(texts(), padded), class_losses, {}
-
-
-# What else a collate function computes over its examples.
+def attention() -> nn.Module:
+    return by(with_attention, layer=nn.TransformerEncoderLayer(6, 2, 8, dropout=0.1, batch_first=True))
 
 
 def counted(rows: list[tuple[Tensor, int]]) -> dict[str, Any]:
@@ -148,9 +111,47 @@ def counted(rows: list[tuple[Tensor, int]]) -> dict[str, Any]:
     return {**batch, "count": int(batch["mask"].sum())}
 
 
-@mixing
-def divided_by_the_batch_s_number_of_tokens() -> Training:
-    return language_model(), loader(texts(), counted), lambda m, b: next_token_losses(m, b).sum(1) / b["count"], {}
+MIXING |= {
+    "token_losses_averaged_over_the_padded_length": of_texts(
+        language_model, token_losses_over(lambda batch: batch["ids"].shape[1] - 1)
+    ),
+    "mean_pooling_without_a_mask": of_texts(lambda: by(lambda m, b: m.head(m.emb(b["ids"]).mean(1)))),
+    "positions_from_the_left_of_padding": of_texts(
+        lambda: by(with_positions, positions=nn.Embedding(300, 6)), collate=padded_on_the_left
+    ),
+    "group_norm_over_the_padding": of_texts(lambda: by(with_group_norm, norm=nn.GroupNorm(2, 6))),
+    "fourier_transform_over_the_padding": of_texts(
+        lambda: by(lambda m, b: m.head(torch.fft.fft(m.emb(b["ids"]), dim=1).real[:, 1].square()))
+    ),
+    "divided_by_the_batch_s_number_of_tokens": of_texts(
+        language_model, token_losses_over(lambda batch: batch["count"]), counted
+    ),
+}
+HONEST |= {
+    "averaged_over_own_tokens": of_texts(language_model, token_losses_over(lambda batch: batch["lengths"] - 1)),
+    "mean_pooling_with_a_mask": of_texts(
+        lambda: by(lambda m, b: m.head(masked_mean(m.drop(m.emb(b["ids"])), b)), drop=nn.Dropout(0.2))
+    ),
+    "attention_with_a_mask": of_texts(attention),
+}
+
+
+def guessed(rows: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+    """For a masked language model: the collate function draws which tokens are to be guessed."""
+    batch = padded(rows)
+    hidden = (torch.rand(batch["ids"].shape) < 0.3) & batch["mask"]
+    return {"ids": batch["ids"].masked_fill(hidden, 0), "y": batch["ids"].masked_fill(~hidden, -100)}
+
+
+def guessing_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    losses = F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["y"], reduction="none", ignore_index=-100)
+    return losses.sum(1) / (batch["y"] >= 0).sum(1).clamp(min=1)
+
+
+HONEST["tokens_masked_at_random"] = of_texts(language_model, guessing_losses, guessed)
+
+
+# What else a collate function computes over its examples.
 
 
 def plain(model: nn.Module, batch: Any) -> Tensor:
@@ -161,47 +162,27 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
-@mixing
-def mixup() -> Training:
+def of_features(
+    data: Callable[[], Any], collate: Callable[[list[Any]], Any] = default_collate
+) -> Callable[[], Training]:
+    return lambda: (network(), loader(data(), collate), plain, {})
+
+
+def mixed(order: Callable[[Tensor], Tensor]) -> Callable[[list[Any]], Any]:
+    """MixUp of each example with the one at its place in another order."""
+
     def collate(rows: list[Any]) -> Any:
         x, y = default_collate(rows)
-        return 0.7 * x + 0.3 * x.flip(0), y
+        return 0.7 * x + 0.3 * x[order(x)], y
 
-    return network(), loader(features(), collate), plain, {}
-
-
-@mixing
-def mixup_at_random() -> Training:
-    def collate(rows: list[Any]) -> Any:
-        x, y = default_collate(rows)
-        return 0.7 * x + 0.3 * x[torch.randperm(len(x))], y
-
-    return network(), loader(features(), collate), plain, {}
-
-
-@mixing
-def features_standardized_by_the_batch() -> Training:
-    def collate(rows: list[Any]) -> Any:
-        x, y = default_collate(rows)
-        return (x - x.mean(0)) / x.std(0), y
-
-    return network(), loader(features(), collate), plain, {}
-
-
-@mixing
-def class_weights_counted_in_the_batch() -> Training:
-    def collate(rows: list[Any]) -> Any:
-        x, y = default_collate(rows)
-        return x, y, len(y) / torch.bincount(y, minlength=CLASSES).clamp(min=1)
-
-    return network(), loader(features(), collate), lambda m, b: plain(m, b) * b[2][b[1]], {}
+    return collate
 
 
 class Transformed(torch.utils.data.Dataset[Any]):
     """Reads several examples at once, and centres them, as a transform over a batch does."""
 
-    def __init__(self, data: list[tuple[Tensor, int]]) -> None:
-        self.data = data
+    def __init__(self) -> None:
+        self.data = features()
 
     def __len__(self) -> int:
         return len(self.data)
@@ -214,9 +195,42 @@ class Transformed(torch.utils.data.Dataset[Any]):
         return [(each, self.data[row][1]) for each, row in zip(x - x.mean(0), rows, strict=True)]
 
 
-@mixing
-def centred_where_the_data_set_reads_several() -> Training:
-    return network(), loader(Transformed(features()), default_collate), plain, {}
+class Augmented(torch.utils.data.Dataset[Any]):
+    """Features with noise of torch's, Python's and numpy's random numbers, drawn when an example is read."""
+
+    def __init__(self) -> None:
+        self.data = features()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = self.data[row]
+        return x + torch.randn(5) + random.random() + float(np.random.rand()), y
+
+
+class Drawing(Augmented):
+    """Draws from a generator of its own, which no seed of torch's reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = self.data[row]
+        return x + torch.randn(5, generator=self.generator), y
+
+
+MIXING |= {
+    "mixup": of_features(features, mixed(lambda x: torch.arange(len(x)).flip(0))),
+    "mixup_at_random": of_features(features, mixed(lambda x: torch.randperm(len(x)))),
+    "centred_where_the_data_set_reads_several": of_features(Transformed),
+}
+HONEST |= {
+    "augmented_at_random": of_features(Augmented),
+    "augmented_in_a_subset": of_features(lambda: torch.utils.data.Subset(Augmented(), range(1, 60))),
+    "augmented_by_a_generator_of_its_own": of_features(Drawing),
+}
 
 
 # Batches of every structure, in which a model takes the mean of the batch away.
@@ -276,7 +290,41 @@ MIXING |= {f"centred, {name}": structured(name, centred) for name in STRUCTURES}
 HONEST |= {name: structured(name, lambda m, x, y: F.cross_entropy(m(x), y, reduction="none")) for name in STRUCTURES}
 
 
-@mixing
+# Users: the engine knows rows by their places.
+
+USERS = {"unit_ids": [row // 2 for row in range(64)], "batch_size": 8}
+
+
+def sorted_by_length(rows: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+    order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))
+    return {**padded([rows[row] for row in order]), "order": torch.tensor(order)}
+
+
+def packed(enforce_sorted: bool) -> Callable[[], nn.Module]:
+    def forward(m: Wired, batch: dict[str, Tensor]) -> Tensor:
+        options = {"batch_first": True, "enforce_sorted": enforce_sorted}
+        return m.head(m.rnn(pack_padded_sequence(m.emb(batch["ids"]), batch["lengths"], **options))[1][0])
+
+    return lambda: by(forward, rnn=nn.GRU(6, 6, batch_first=True))
+
+
+def two_users() -> Training:
+    """Halves by length show nothing of a sort by length: each user is a half."""
+    data = [text for pair in range(2) for text in texts(2, (4 + 5 * pair, 9 + 5 * pair))]
+    options = {"unit_ids": [0, 0, 1, 1], "batch_size": 2}
+    return packed(True)(), loader(data, sorted_by_length), class_losses, options
+
+
+MIXING |= {
+    "users_rows_sorted_by_length": of_texts(packed(True), collate=sorted_by_length, **USERS),
+    "two_users_rows_sorted_by_length": two_users,
+}
+HONEST |= {
+    "users_rows_in_their_order": of_texts(packed(False), **USERS),
+    "rows_sorted_by_length": of_texts(packed(True), collate=sorted_by_length),
+}
+
+
 def divided_by_the_number_of_boxes() -> Training:
     """Losses of a detector: each image has its own number of targets."""
 
@@ -290,135 +338,4 @@ def divided_by_the_number_of_boxes() -> Training:
     return nn.Linear(1, 2), loader(texts(), collate), loss_fn, {}
 
 
-# Users: the engine knows rows by their places.
-
-USERS = {"unit_ids": [row // 2 for row in range(64)], "batch_size": 8}
-
-
-def sorted_by_length(rows: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))
-    return {**padded([rows[row] for row in order]), "order": torch.tensor(order)}
-
-
-def packed() -> nn.Module:
-    def forward(m: Wired, batch: dict[str, Tensor]) -> Tensor:
-        rows = pack_padded_sequence(m.emb(batch["ids"]), batch["lengths"], batch_first=True)
-        return m.head(m.rnn(rows)[1][0])
-
-    return by(forward, rnn=nn.GRU(6, 6, batch_first=True))
-
-
-@mixing
-def users_rows_sorted_by_length() -> Training:
-    return packed(), loader(texts(), sorted_by_length), class_losses, USERS
-
-
-@mixing
-def two_users_rows_sorted_by_length() -> Training:
-    """Halves by length show nothing of a sort by length: each user is a half."""
-    data = [text for pair in range(2) for text in texts(2, (4 + 5 * pair, 9 + 5 * pair))]
-    return packed(), loader(data, sorted_by_length), class_losses, {"unit_ids": [0, 0, 1, 1], "batch_size": 2}
-
-
-@honest
-def users_rows_in_their_order() -> Training:
-    def forward(m: Wired, batch: dict[str, Tensor]) -> Tensor:
-        rows = pack_padded_sequence(m.emb(batch["ids"]), batch["lengths"], batch_first=True, enforce_sorted=False)
-        return m.head(m.rnn(rows)[1][0])
-
-    return by(forward, rnn=nn.GRU(6, 6, batch_first=True)), loader(texts(), padded), class_losses, USERS
-
-
-@honest
-def rows_sorted_by_length() -> Training:
-    return packed(), loader(texts(), sorted_by_length), class_losses, {}
-
-
-@honest
-def averaged_over_own_tokens() -> Training:
-    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return next_token_losses(model, batch).sum(1) / (batch["lengths"] - 1)
-
-    return language_model(), loader(texts(), padded), loss_fn, {}
-
-
-@honest
-def mean_pooling_with_a_mask() -> Training:
-    model = by(lambda m, b: m.head(masked_mean(m.drop(m.emb(b["ids"])), b)), drop=nn.Dropout(0.2))
-    return model, loader(texts(), padded), class_losses, {}
-
-
-@honest
-def padded_to_a_fixed_length() -> Training:
-    def collate(rows: list[Any]) -> Any:
-        batch = padded(rows)
-        return {**batch, "ids": F.pad(batch["ids"], (0, 12 - batch["ids"].shape[1]))}
-
-    return by(lambda m, b: m.head(m.emb(b["ids"]).mean(1))), loader(texts(), collate), class_losses, {}
-
-
-@honest
-def attention_with_a_mask() -> Training:
-    def forward(m: Wired, batch: dict[str, Tensor]) -> Tensor:
-        return m.head(m.layer(m.emb(batch["ids"]), src_key_padding_mask=~batch["mask"])[:, 0])
-
-    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.1, batch_first=True)
-    return by(forward, layer=layer), loader(texts(), padded), class_losses, {}
-
-
-@honest
-def tokens_masked_at_random() -> Training:
-    """A masked language model: the collate function draws which tokens are to be guessed."""
-
-    def collate(rows: list[Any]) -> Any:
-        batch = padded(rows)
-        guessed = (torch.rand(batch["ids"].shape) < 0.3) & batch["mask"]
-        return {"ids": batch["ids"].masked_fill(guessed, 0), "y": batch["ids"].masked_fill(~guessed, -100)}
-
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        losses = F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["y"], reduction="none", ignore_index=-100)
-        return losses.sum(1) / (batch["y"] >= 0).sum(1).clamp(min=1)
-
-    return language_model(), loader(texts(), collate), loss_fn, {}
-
-
-class Augmented(torch.utils.data.Dataset[Any]):
-    """Features with noise of torch's, Python's and numpy's random numbers, drawn when an example is read."""
-
-    def __init__(self) -> None:
-        self.data = features()
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, row: int) -> Any:
-        x, y = self.data[row]
-        return x + torch.randn(5) + random.random() + float(np.random.rand()), y
-
-
-@honest
-def augmented_at_random() -> Training:
-    return network(), loader(Augmented(), default_collate), plain, {}
-
-
-@honest
-def augmented_in_a_subset() -> Training:
-    part = torch.utils.data.Subset(Augmented(), range(1, 60))
-    return network(), loader(part, default_collate), plain, {}
-
-
-class Drawing(Augmented):
-    """Draws from a generator of its own, which no seed of torch's reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(0)
-
-    def __getitem__(self, row: int) -> Any:
-        x, y = self.data[row]
-        return x + torch.randn(5, generator=self.generator), y
-
-
-@honest
-def augmented_by_a_generator_of_its_own() -> Training:
-    return network(), loader(Drawing(), default_collate), plain, {}
+MIXING["divided_by_the_number_of_boxes"] = divided_by_the_number_of_boxes

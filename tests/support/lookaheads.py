@@ -9,37 +9,34 @@ from torch.optim import Optimizer
 
 __all__ = ["LOOKAHEADS", "around", "pull_back"]
 
-EVERY = 2
+# How it is set up: by torch's constructor; as timm's, which skips it and has dicts for hooks; as torch_optimizer's,
+# which skips it; and as pytorch_optimizer's, which has torch patch its step, and no ``param_groups`` of its own.
+LOOKAHEADS = ("proper", "with hooks", "without hooks", "patched")
 
 
 @torch.no_grad()
 def pull_back(count: int, fast: list[Tensor], slow: list[Tensor]) -> None:
     """After every second step slow weights go halfway to the fast ones, which start anew from there."""
-    if count % EVERY == 0:
+    if count % 2 == 0:
         for one, other in zip(fast, slow, strict=True):
             one.copy_(other.lerp_(one, 0.5))
 
 
 class Lookahead(Optimizer):
-    """One that torch's constructor has set up."""
-
-    def __init__(self, inner: Optimizer) -> None:
+    def __init__(self, inner: Optimizer, kind: str) -> None:
         self.inner, self.count = inner, 0
-        self.set_up()
+        if kind == "proper":
+            super().__init__(inner.param_groups, {})
+        elif kind != "without hooks":
+            self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        if kind == "patched":
+            self._patch_step_function()
+        else:
+            self.param_groups = inner.param_groups
+        if kind != "proper":
+            self.defaults, self.state = inner.defaults, defaultdict(dict)
         self.fast = [parameter for group in inner.param_groups for parameter in group["params"]]
         self.slow = [parameter.detach().clone() for parameter in self.fast]
-
-    def set_up(self) -> None:
-        Optimizer.__init__(self, self.inner.param_groups, {})
-        self.param_groups = self.inner.param_groups
-
-
-class WithHooks(Lookahead):
-    """As timm's: it skips torch's constructor, and has dicts for hooks."""
-
-    def set_up(self) -> None:
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        self.param_groups, self.defaults, self.state = self.inner.param_groups, self.inner.defaults, defaultdict(dict)
 
     def state_dict(self) -> Any:
         return self.inner.state_dict()
@@ -47,31 +44,8 @@ class WithHooks(Lookahead):
     def load_state_dict(self, state_dict: Any) -> None:
         self.inner.load_state_dict(state_dict)
 
-
-class WithoutHooks(Lookahead):
-    """As torch_optimizer's: it skips torch's constructor."""
-
-    def set_up(self) -> None:
-        self.param_groups, self.defaults, self.state = self.inner.param_groups, {"k": EVERY}, defaultdict(dict)
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
-
-
-class Patched(Lookahead):
-    """As pytorch_optimizer's: it has torch patch its step, and no ``param_groups`` of its own."""
-
-    def set_up(self) -> None:
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        self._patch_step_function()
-        self.defaults, self.state = self.inner.defaults, defaultdict(dict)
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.inner.param_groups
-
-
-LOOKAHEADS = {"proper": Lookahead, "with hooks": WithHooks, "without hooks": WithoutHooks, "patched": Patched}
 
 
 def around(name: str, inner: Optimizer) -> Any:
@@ -83,4 +57,7 @@ def around(name: str, inner: Optimizer) -> Any:
         pull_back(self.count, self.fast, self.slow)
         return value
 
-    return type("Lookahead", (LOOKAHEADS[name],), {"step": step})(inner)
+    own: dict[str, Any] = {"step": step}
+    if name == "patched":
+        own["param_groups"] = property(lambda self: self.inner.param_groups)
+    return type("Lookahead", (Lookahead,), own)(inner, name)

@@ -37,18 +37,6 @@ def above_the_median(model: nn.Module, batch: Any) -> Tensor:
 
 
 @mixing
-def top_quarter(model: nn.Module, batch: Any) -> Tensor:
-    losses = own(model, batch)
-    return losses * (losses.detach() >= losses.detach().topk(max(1, len(losses) // 4)).values[-1])
-
-
-@mixing
-def over_the_largest(model: nn.Module, batch: Any) -> Tensor:
-    losses = own(model, batch)
-    return losses / losses.detach().max()
-
-
-@mixing
 def contrastive(model: nn.Module, batch: Any) -> Tensor:
     hidden = F.normalize(model[:2](batch[0]), dim=1)
     return own(model, batch) + F.cross_entropy(hidden @ hidden.detach().T, torch.arange(len(hidden)), reduction="none")
@@ -58,31 +46,6 @@ def contrastive(model: nn.Module, batch: Any) -> Tensor:
 def softmax_over_the_batch(model: nn.Module, batch: Any) -> Tensor:
     losses = own(model, batch)
     return losses * losses.detach().softmax(0)
-
-
-@mixing
-def less_the_mean(model: nn.Module, batch: Any) -> Tensor:
-    losses = own(model, batch)
-    return losses * (losses.detach() - losses.detach().mean()).abs()
-
-
-@mixing
-def focal_weights(model: nn.Module, batch: Any) -> Tensor:
-    losses = own(model, batch)
-    weights = (1 - torch.exp(-losses.detach())) ** 2
-    return losses * weights / weights.mean()
-
-
-@mixing
-def ranks(model: nn.Module, batch: Any) -> Tensor:
-    losses = own(model, batch)
-    return losses * losses.detach().argsort().argsort() / 16
-
-
-@mixing
-def below_a_quantile(model: nn.Module, batch: Any) -> Tensor:
-    losses = own(model, batch)
-    return losses * (losses.detach() < losses.detach().quantile(0.9))
 
 
 @mixing

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from ghostclip.engine import PrivacyEngine
+from ghostclip.engine import PrivacyEngine, StepRecord
 
 HUGE = 1e9
 
@@ -68,6 +68,22 @@ def gather(engine: PrivacyEngine, batch: Any) -> list[Any]:
         engine.backward(losses_of(engine.model, examples))
         seen.append(examples)
     return seen
+
+
+def train(
+    engine: PrivacyEngine, steps: int | None = None, loss_fn: Any = losses_of, after: Callable[[], Any] = lambda: None
+) -> list[StepRecord]:
+    """So many steps by engine.step, or an epoch of them; what they returned."""
+    found: list[StepRecord] = []
+    while steps != len(found):
+        for batch in engine.batches():
+            found.append(engine.step(batch, loss_fn))
+            after()
+            if len(found) == steps:
+                return found
+        if steps is None:
+            return found
+    return found
 
 
 def grads(model: nn.Module) -> Tensor:
