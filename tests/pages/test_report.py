@@ -141,7 +141,7 @@ GAPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("drawn", GAPS, ids=str)
+@pytest.mark.parametrize("drawn", GAPS, ids=lambda drawn: drawn[0].__name__)
 def test_plots_take_gaps(drawn):
     plot, *values = drawn
     assert decoded(plot(*values))[0] > 0
