@@ -6,6 +6,7 @@ import oracle
 import pytest
 import torch
 from case_models import two_linears
+from case_types import project
 from cases import case
 from comparing import assert_close, assert_dicts_close, gradients, ready, truth
 from torch import nn
@@ -167,3 +168,16 @@ def test_abandoned_losses_corrupt_nothing(second_pass):
     clipper.backward(row.losses(model(*row.inputs())))
     assert_dicts_close(gradients(model), oracle.clipped_sum(truth(row), 1.0), 1e-10)
     assert all(losses.requires_grad for losses in kept)
+
+
+def test_unused_parameters_answer_zero_every_time():
+    model, clipper, losses = ready(case("branches of the loss"))
+    clipper.norms(losses)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    per = clipper.norms(project(model.second(x)), per="parameter")
+    assert list(per) == ["first.weight", "first.bias", "second.weight", "second.bias"]
+    assert not per["first.weight"].any()
+    assert per["second.weight"].all()
+    grads = clipper.per_example_grads(project(model.second(x)))
+    assert grads["first.weight"].shape == (4, 5, 5)
+    assert not grads["first.weight"].any()
