@@ -131,6 +131,16 @@ def test_a_run_without_privacy_has_no_privacy_plots(tmp_path):
     assert "drawn afresh" not in page
 
 
+def test_the_page_names_the_generators_of_standard_noise(tmp_path):
+    runs = [
+        replace(PRIVATE, generator="ChaCha20"), replace(OTHER_SEED, generator="AES-256"), LOWER,
+        replace(PRIVATE, generator="SipHash", noise="hardened"),
+    ]  # fmt: skip
+    page = report.write(replace(RECORD, runs=runs), tmp_path).read_text()
+    assert "Standard noise comes from AES-256 or ChaCha20, and" in page
+    assert "SipHash" not in page
+
+
 GAPS = [
     *((plots.norm_plot, norms, 1.0) for norms in ([], [0.0], [0.0, math.nan], [1e-9, 1e9], [1.0] * 5)),
     *((plots.loss_plot, {"one": row}) for row in ((1, [math.nan]), (3, [2.0]), (2, []))),
