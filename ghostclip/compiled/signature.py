@@ -131,9 +131,14 @@ class ModelState:
         """The name of a module with hooks, which want to be called at each step; None where there is none."""
         for name, module in self._model.named_modules():
             hooks = [hook for kind in HOOKS for hook in (vars(module).get(kind) or {}).values()]
-            if not all(isinstance(hook, ModelCalls) for hook in hooks) or _has_global_hooks():
+            if not all(isinstance(hook, ModelCalls) or _collects(hook) for hook in hooks) or _has_global_hooks():
                 return name or "the model"
         return None
+
+
+def _collects(hook: Any) -> bool:
+    """Whether a hook is one of transformers', by which a forward that is asked for hidden states collects them."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _has_global_hooks() -> bool:

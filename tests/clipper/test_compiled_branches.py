@@ -162,6 +162,17 @@ def test_an_index_over_examples_is_compiled_where_it_is_a_constant(rows, why):
     assert why is None or why in compiled.refusals[0]
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_hidden_states_that_transformers_collects_keep_no_model_from_being_compiled():
+    capturing = pytest.importorskip("transformers.utils.output_capturing")
+    model = Masked()
+    capturing.install_output_capuring_hook(model.head, "hidden_states", 0)
+    assert compiled_on(model, *[batch_of(seed) for seed in range(8)]).compiled.graphs == 1
+    model = Masked()
+    model.head.register_forward_hook(lambda *each: None)
+    assert "hooks of head" in compiled_on(model, *[batch_of(seed) for seed in range(8)]).compiled.refusals[0]
+
+
 class Gated(Masked):
     """What is behind a gate has no gradient until it opens."""
 
