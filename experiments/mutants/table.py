@@ -2726,13 +2726,6 @@ BY_MARKS = [
         (*PARTS, "spread_over_all_levels"),
     ),
     Mutant(
-        "a layer with no finite row is shared whatever it was given",
-        SEARCH,
-        " and (given or not found.unread):\n",
-        " and not found.unread:\n",
-        ("tests/clipper/test_nonfinite_shared.py", "-k", "attention"),
-    ),
-    Mutant(
         "inputs of blocks that are computed again are held",
         FIRST,
         "hold=not again and self._keep_of",
@@ -3024,7 +3017,7 @@ BY_MARKS = [
         MOVES,
         "as a function of somebody's own\n        return True\n",
         'as a function of somebody\'s own\n        return type(node).__module__ == "builtins"\n',
-        (*TRAPPED, "function_of_ones_own"),
+        ("tests/clipper/test_row_layouts.py", "-k", "by_values"),
     ),
     Mutant(
         "indices are not looked at",
@@ -3185,14 +3178,14 @@ BY_MARKS = [
         PASSES,
         "        sums = WeightedSums(self._by_owner(weights, run.scale), finite)\n",
         "        sums = WeightedSums(self._by_owner(weights, self.scale), finite)\n",
-        (*TRAPPED, "index_permutes"),
+        ("tests/clipper/test_moved_rows.py", "-k", "watched_passes_are_exact"),
     ),
     Mutant(
         "gradients of a second backward are weighted as if there were no marks",
         PASSES,
         "scale = self.scale if marks is None else self.scale * marks",
         "scale = self.scale",
-        (*TRAPPED, "index_permutes"),
+        ("tests/clipper/test_moved_rows.py", "-k", "watched_passes_are_exact"),
     ),
     Mutant(
         "a linear layer has the examples in one dimension",

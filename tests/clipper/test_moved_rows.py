@@ -4,9 +4,10 @@ Nothing in these graphs is said to move examples, so layouts are stored. Batches
 are watched by marks.
 """
 
+import oracle
 import pytest
 import torch
-from comparing import gradients
+from comparing import assert_dicts_close, gradients
 from torch import nn
 
 import ghostclip
@@ -176,3 +177,17 @@ def test_a_structure_whose_second_measurement_fails_is_measured_from_then_on(mon
     with pytest.raises(UnsupportedModelError, match="examples mix") as caught:
         clipper.backward(model(x, 1.0))
     assert not isinstance(caught.value, RowsMovedError)
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+def test_sums_of_watched_passes_are_exact(second_pass):
+    """Their gradients are those of marked losses, and are divided by the marks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(model), 0.3, second_pass=second_pass)
+    for _ in range(7):
+        x = torch.randn(EXAMPLES, WIDTH, dtype=torch.float64)
+        model.zero_grad()
+        clipper.backward(model(x).square().sum(1))
+        each = oracle.per_example_grads(model, lambda out: out.square().sum(1), [x])
+        assert_dicts_close(gradients(model), oracle.clipped_sum(each, 0.3), 1e-9)

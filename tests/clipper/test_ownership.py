@@ -168,7 +168,7 @@ def test_mixed_rows_have_no_owner(dtype, examples, mix):
 @DTYPES
 def test_rows_that_two_examples_have_in_equal_parts_have_no_owner(dtype):
     """Multiplied with equal marks they look like one example's, in a backward for a digit."""
-    for _ in range(20):
+    for _ in range(200):
         pair = owners_of(lambda h: torch.cat([h[:1], h[:1], h[1:]]), 40, dtype, lambda h: h.sum(1))
         assert pair.is_shared
 
