@@ -72,11 +72,6 @@ def in_a_process(name: str, seconds: float) -> dict[str, Any]:
     return json.loads(lines[-1]) if lines else {"why": "failed: " + (ran.stderr.strip().splitlines() or [""])[-1]}
 
 
-def verdict(row: dict[str, Any]) -> str:
-    """ "compiled", or why not."""
-    return row.get("why", "compiled")
-
-
 def page(results: dict[str, Any]) -> str:
     """The table."""
     rows = results["models"]
@@ -123,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(options.processes) as pool:
         for name, row in zip(chosen, pool.map(lambda each: in_a_process(each, options.seconds), chosen), strict=True):
             known[name] = row
-            print(f"{name}: {verdict(row)}", flush=True)
+            print(f"{name}: {row.get('why', 'compiled')}", flush=True)
             results = {"commit": commit(), "machine": machine}
             results["models"] = {each: known[each] for each in subjects if each in known}
             path.write_text(json.dumps(results, indent=1) + "\n")

@@ -1155,8 +1155,8 @@ COMPILED = [
     Mutant(
         "a graph is tried with the batch's own mask alone",
         "ghostclip/compiled/clip.py",
-        "        if first:\n",
-        "        if False:\n",
+        "if plan.trial.left == TRIALS else None",
+        "if False else None",
         BRANCHES,
     ),
     Mutant(
@@ -1183,7 +1183,7 @@ COMPILED = [
     Mutant(
         "a graph without results is kept",
         "ghostclip/compiled/clip.py",
-        "        if plan.without == MOST_WITHOUT:\n",
+        "        if plan.runs_without_result == MOST_WITHOUT_RESULT:\n",
         "        if False:\n",
         BRANCHES,
     ),

@@ -34,7 +34,7 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 # Graphs are made for so many keys; who needs more passes a function that is another one every time.
 MOST_GRAPHS = 16
 # After so many batches in a row to which a graph gave no result, it is made anew.
-MOST_WITHOUT = 4
+MOST_WITHOUT_RESULT = 4
 # Of so many batches one isn't run by a graph.
 MEASURED = 64
 # After so many batches in a row of which no graph could be made, none is tried of other batches either.
@@ -56,7 +56,7 @@ class GraphPlan:
         present: for each trained parameter, whether its sum is among the graph's outputs.
         trial: of graph and eager.
         batches: how many came for it.
-        without: how many of the last ones the graph gave no result to.
+        runs_without_result: how many of the last batches the graph gave no result to.
     """
 
     kept: list[Any] = field(default_factory=list)
@@ -66,7 +66,7 @@ class GraphPlan:
     present: list[bool] = field(default_factory=list)
     trial: Trial = field(default_factory=Trial)
     batches: int = 0
-    without: int = 0
+    runs_without_result: int = 0
 
     def run(self, asked: CompileRequest, keep: Tensor) -> Clipped | None:
         """The graph's result, without the rows that were padding; None when `trace_friendly` says that it is none.
@@ -143,12 +143,12 @@ class CompiledClip:
         if plan.trial.left:
             return self._try(plan, loss_fn, batch, asked)
         found = plan.run(asked, self.keep_rows(asked))
-        plan.without = 0 if found is not None else plan.without + 1
-        if plan.without == MOST_WITHOUT:
-            self._give_up(asked.key, plan)
+        plan.runs_without_result = 0 if found is not None else plan.runs_without_result + 1
+        if plan.runs_without_result == MOST_WITHOUT_RESULT:
+            self._replace_graph(asked.key, plan)
         return self.eager(loss_fn, batch) if found is None else found
 
-    def _give_up(self, key: tuple, plan: GraphPlan) -> None:
+    def _replace_graph(self, key: tuple, plan: GraphPlan) -> None:
         """Makes a graph that gives no results any more once again; the second one isn't replaced."""
         if key not in self._replaced:
             self._replaced.add(key)
@@ -156,8 +156,8 @@ class CompiledClip:
             return
         plan.region = None
         self.refuse(
-            f"in each of {MOST_WITHOUT} batches in a row some loss or norm wasn't finite, or a gradient came where "
-            "there was none when the graph was made"
+            f"in each of {MOST_WITHOUT_RESULT} batches in a row some loss or norm wasn't finite, or a gradient came "
+            "where there was none when the graph was made"
         )
 
     def _is_due(self, plan: GraphPlan) -> bool:
@@ -288,24 +288,31 @@ class CompiledClip:
 
     def _try(self, plan: GraphPlan, loss_fn: LossFunction, batch: Any, asked: CompileRequest) -> Clipped:
         """Both ways on one batch from the same random numbers: compares their results, and their times."""
-        first = plan.trial.left == TRIALS
-        expected, reason = self._compare(plan, loss_fn, batch, asked)
-        if first:
-            # A mask that nobody made may be one that the model can't take; the batch's own was compared.
-            with without_trace(self.model), suppress(Exception):
-                for leaves in with_other_masks(asked.leaves):
-                    other = replace(asked, leaves=leaves, examples=len(leaves[0]))
-                    masked = tree_unflatten(leaves, asked.structure)
-                    reason = reason or self._compare(plan, loss_fn, masked, other, counts=False)[1]
+        reason = self._try_other_masks(plan, loss_fn, asked) if plan.trial.left == TRIALS else None
+        expected, differs = self._compare(plan, loss_fn, batch, asked, plan.trial)
+        reason = reason or differs
         if reason is not None:
             plan.region = None
             self.refuse(reason)
         return expected
 
+    def _try_other_masks(self, plan: GraphPlan, loss_fn: LossFunction, asked: CompileRequest) -> str | None:
+        """Both ways on the batch with masks that nobody made; says why the graph is refused.
+
+        Where the model can't take such a mask, nothing is said: the batch's own mask is compared in any case.
+        """
+        with without_trace(self.model), suppress(Exception):
+            for leaves in with_other_masks(asked.leaves):
+                other = replace(asked, leaves=leaves, examples=len(leaves[0]))
+                masked = tree_unflatten(leaves, asked.structure)
+                if (reason := self._compare(plan, loss_fn, masked, other, Trial())[1]) is not None:
+                    return reason
+        return None
+
     def _compare(
-        self, plan: GraphPlan, loss_fn: LossFunction, batch: Any, asked: CompileRequest, counts: bool = True
+        self, plan: GraphPlan, loss_fn: LossFunction, batch: Any, asked: CompileRequest, trial: Trial
     ) -> tuple[Clipped, str | None]:
-        """What the eager passes give, and why the graph is refused; ``counts``: among the batches of its trial."""
+        """What the eager passes give, and why the graph is refused; ``trial`` takes the times of both."""
         states, reason = random_states(), None
         try:
             with torch.no_grad(), drawing_from(states):
@@ -316,7 +323,6 @@ class CompiledClip:
         # Padding shifts which random number is whose, so that only whole batches of a random model can be compared.
         comparable = found is not None and (asked.examples == asked.key[0] or random_states() == states)
         error = difference(found.sums, expected.sums) if found is not None and comparable else 0.0
-        trial = plan.trial if counts else Trial()
         return expected, reason or trial.note(compiled, taken, error, expected.losses.dtype)
 
 

@@ -18,7 +18,7 @@ from ghostclip.graph import operations as op
 from ghostclip.graph.nodes import ACCUMULATE, Edge, saved_dimensions, shape_of
 from ghostclip.graph.owners import Owned, Rows
 from ghostclip.graph.reader import Uses
-from ghostclip.native.custom_ops import constant, is_traced
+from ghostclip.native.custom_ops import constant_values, is_traced
 from ghostclip.nn.base import LayerCall
 
 __all__ = ["Movements", "movements"]
@@ -243,5 +243,5 @@ def _is_in_order(index: Tensor, size: int) -> bool:
     if index.dtype != torch.int64 or index.dim() == 0 or not index.numel() == index.shape[0] == size:
         return False
     if is_traced():
-        return constant(index.flatten()) == list(range(size))
+        return constant_values(index.flatten()) == list(range(size))
     return torch.equal(index.flatten(), torch.arange(size, device=index.device))

@@ -10,7 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch.library import CustomOpDef
 
-__all__ = ["Traceable", "as_compiled", "constant", "custom_op", "is_traced", "traceable"]
+__all__ = ["Traceable", "as_compiled", "constant_values", "custom_op", "is_traced", "traceable"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def as_compiled() -> Iterator[None]:
         _as_compiled[0] -= 1
 
 
-def constant(tensor: torch.Tensor) -> list[Any] | None:
+def constant_values(tensor: torch.Tensor) -> list[Any] | None:
     """The values of a tensor that is the same in every run of the graph being traced, nested; None for another tensor.
 
     ``torch.arange(len(x))`` is a constant, though an operation of the graph makes it: neither an input of the graph nor
