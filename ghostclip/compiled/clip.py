@@ -191,7 +191,8 @@ class CompiledClip:
         shapes = tuple((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves)
         # A policy's numbers are built into the graph; noise follows what they are now.
         policy = (self.passes.clipping.sensitivity, *settings_of(self.passes.clipping, kept))
-        key = (size, shapes, structure, function, policy, self.state.key())
+        # Of torch 2.6, structures have no hash.
+        key = (size, shapes, str(structure), function, policy, self.state.key())
         return CompileRequest(key, [pad(leaf.detach(), size) for leaf in leaves], structure, examples, kept)
 
     @property

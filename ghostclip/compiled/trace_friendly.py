@@ -43,7 +43,10 @@ def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:
         return "sums of parameters narrower than float32 are gathered in float32, which a graph doesn't do"
     run = passes.first_pass(losses, Keep.ALL, retain_graph=False)
     if run.unkept_calls():
-        return "its graph keeps all gradients that it measures, and the memory budget or checkpointing forbids that"
+        return (
+            "its graph keeps all gradients that it measures, and the memory budget, torch 2.6 or checkpointing forbids "
+            "that"
+        )
     return "whose rows are whose has to be measured in the next batch, too" if passes.is_open else None
 
 

@@ -40,7 +40,7 @@ def batch_of(size, seed=0):
 # Why a row may run eagerly.
 REFUSED = ("time steps would be compiled", "may order examples differently")
 # Why one that computes its layers again may, under "cached", which sums what it kept.
-CHECKPOINTED = "checkpointing forbids that"
+CHECKPOINTED = "or checkpointing forbids "
 # Why one with bags of lengths that its tokens decide may, and one with parameters in operations without a rule.
 LOOKS = "the forward or the loss looks at values"
 LOOKING = ("offsets", "own recurrent layer", "own gate")
