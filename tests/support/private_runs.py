@@ -86,6 +86,16 @@ def train(
     return found
 
 
+def train_by_hand(engine: PrivacyEngine, loss_fn: Any = losses_of, between: Callable[[], Any] = lambda: None) -> None:
+    """An epoch of the loop that users write out; ``between`` comes after each backward."""
+    for batch in engine.batches():
+        for examples in batch.physical():
+            engine.backward(loss_fn(engine.model, examples))
+            between()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
 def grads(model: nn.Module) -> Tensor:
     """All gradients, in one vector."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
