@@ -78,19 +78,6 @@ def test_results_name_their_commit_and_nothing_outside_of_a_checkout(tmp_path, m
     assert f"Measured at commit {clean}." in markdown(results | {"commit": clean})
 
 
-def test_it_prints_one_json_object(capsys):
-    assert main(["--workloads", "tiny", *FEW, "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)
-    assert list(results["workloads"]["tiny"]["contenders"]) == ["nonprivate", "reweight", "cached", "nxbp"]
-
-
-def test_the_table_says_where_contenders_took_turns():
-    results = result(nonprivate=timed(1.0))
-    assert "take turns" not in markdown(results)
-    assert "take turns, in one process," in markdown(results | {"kept": True})
-    assert "take turns, each in a process of its own," in markdown(results | {"apart": True})
-
-
 def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(WORKLOADS, "second", TINY)
     done = iter([compare, KeyboardInterrupt])
@@ -106,15 +93,6 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
     assert status == 130
     assert "1 workloads were measured" in capsys.readouterr().err
     assert list(json.loads((tmp_path / "bench.json").read_text())["workloads"]) == ["tiny"]
-
-
-def test_no_workload_is_begun_when_the_minutes_are_over(monkeypatch, capsys):
-    monkeypatch.setitem(WORKLOADS, "second", TINY)
-    assert main(["--workloads", "tiny,second", *FEW, "--minutes", "1e-6"]) == 0
-    shown = capsys.readouterr()
-    assert shown.err.splitlines()[-1].startswith("second: left out")
-    assert shown.out.count("| tiny |") == 1
-    assert "| second |" not in shown.out
 
 
 @pytest.mark.parametrize(
@@ -166,11 +144,3 @@ def test_the_fastest_other_is_one_that_is_right():
     assert "| vmap 3.00 (3.00 to 3.00) |" in short
     assert "WRONG (off by 0.5)" in full
     assert "- tiny, fastdp missing: not installed" in short.splitlines()
-
-
-def test_a_reason_that_holds_everywhere_is_said_once():
-    rows = result(nonprivate=timed(1.0), fastdp={"missing": "not installed"})
-    rows["workloads"]["other"] = rows["workloads"]["tiny"]
-    assert [line for line in markdown(rows).splitlines() if "fastdp" in line] == [
-        "- everywhere, fastdp missing: not installed"
-    ]

@@ -11,7 +11,7 @@ from commands import as_json, mistake, ran
 
 import ghostclip
 from ghostclip import accounting, cli
-from ghostclip.cli import main, train
+from ghostclip.cli import train
 from ghostclip.native import kernels
 
 SAMPLING = ["--examples", "6000", "--batch-size", "60", "--epochs", "2"]
@@ -77,55 +77,32 @@ def test_module_and_version():
     assert second == f"C kernels: {kernels()}"
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_calibrated_noise_keeps_the_target_as_printed(capsys, accountant):
-    words = ["calibrate", "--epsilon", "1", "--sample-rate", "0.1", "--steps", "20", "--accountant", accountant]
-    if accountant == "pld":
-        found = as_json(capsys, *words)["noise_multiplier"]
-    else:
-        found = ran(capsys, *words).splitlines()[0].removeprefix("noise multiplier ")
-    assert len(str(found).partition(".")[2]) <= 4
-    setting = {"sample_rate": 0.1, "steps": 20, "delta": 1e-5, "accountant": accountant}
-    assert 0.99 < accounting.epsilon(noise_multiplier=float(found), **setting) <= 1
-
-
-def test_without_a_command_the_help_is_printed(capsys):
-    assert main([]) == 0
-    bare = capsys.readouterr()
-    assert main(["--help"]) == 0
-    assert bare == capsys.readouterr()
-    assert bare.out.startswith("usage: ghostclip")
+def test_calibrated_noise_keeps_the_target_as_printed(capsys):
+    words = ["calibrate", "--epsilon", "1", "--sample-rate", "0.1", "--steps", "20", "--accountant", "rdp"]
+    printed = ran(capsys, *words).splitlines()[0].removeprefix("noise multiplier ")
+    assert len(printed.partition(".")[2]) <= 4
+    assert float(printed) == as_json(capsys, *words)["noise_multiplier"]
+    setting = {"sample_rate": 0.1, "steps": 20, "delta": 1e-5, "accountant": "rdp"}
+    assert 0.99 < accounting.epsilon(noise_multiplier=float(printed), **setting) <= 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["trian"], "invalid choice: 'trian'; did you mean 'train'? (see ghostclip --help)"),
-        (["Calibrat"], "did you mean 'calibrate'?"),
-        (["epsilom", "--noise-multiplier", "1"], "did you mean 'epsilon'?"),
         (["xyz"], "invalid choice: 'xyz'; choose from train, epsilon, calibrate, check, explain, bench, audit, ledger"),
         (["train", "--model", "cnm"], "--model: invalid choice: 'cnm'; did you mean 'cnn'?"),
-        (["train", "--method", "chached"], "did you mean 'cached'?"),
         (["epsilon"], "required: --noise-multiplier (see ghostclip epsilon --help)"),
-        (["epsilon", "--noise", "1"], "--noise-multiplier"),
         (["epsilon", "--noise-multiplier", "x"], "invalid float value: 'x'"),
         (["epsilon", "--noise-multiplier", "1"], "give --sample-rate and --steps, or --examples"),
-        (["epsilon", "--noise-multiplier", "1", *SAMPLING, "--steps", "3"], "give --sample-rate and --steps, or"),
         (["epsilon", "--noise-multiplier", "nan", *SAMPLING], "noise_multiplier must be a finite number > 0; got nan"),
-        (["epsilon", "--noise-multiplier", "1", *SAMPLING, "--delta", "1"], "delta must be a number in (0, 1)"),
-        (["calibrate", "--epsilon", "-1", *SAMPLING], "target_epsilon must be a finite number > 0; got -1.0"),
         (["calibrate", "--epsilon", "1", *SAMPLING, "--batch-size", "6001"], "at most the number of examples, 6000"),
         (["check", "resnet"], "model must be one of mlp, cnn, rnn, lstm, transformer, or module:factory; got 'resnet'"),
         (["check", "nowhere:make"], "ModuleNotFoundError: No module named 'nowhere'"),
-        (["check", "networks:"], "expected module:factory"),
-        (["check", "networks:missing"], "AttributeError"),
         (["check", "networks:number"], "TypeError: 'int' object is not callable"),
-        (["check", "collections:OrderedDict"], "must make a torch.nn.Module; it made OrderedDict"),
         (["explain", "networks:bad"], "the model can't be clipped exactly as it is"),
         (["explain", "networks:good", "--input-shape", "7"], "does not take random inputs of shape [32, 7]"),
         (["explain", "networks:broken", "--input-shape", "7"], "KeyError: 'no such thing'"),
-        (["explain", "cnn", "--input-shape", "0"], "input_shape must be a whole number >= 1; got 0"),
         (["train", "--data", "mnist"], "--data mnist needs --data-dir"),
         (
             ["train", "--data", "mnist", "--data-dir", "nowhere"],
@@ -136,24 +113,14 @@ def test_without_a_command_the_help_is_printed(capsys):
         (["train", "--model", "transformer"], "transformer takes token ids of texts"),
         (["train", "--method", "nonprivate", "--epsilon", "3"], "--method nonprivate takes no --epsilon"),
         (["train", "--epsilon", "3", "--noise-multiplier", "1"], "give --epsilon or --noise-multiplier, not both"),
-        (["train", "--epsilon", "0"], "epsilon must be a finite number > 0; got 0.0"),
-        (["train", "--epochs", "0"], "epochs must be a whole number >= 1; got 0"),
         (["train", "--batch-size", "1438"], "batch_size must be at most the 1437 training examples; got 1438"),
-        (["train", "--max-norm", "inf", "--noise-multiplier", "1"], "max_norm must be a finite number > 0; got inf"),
-        (["train", "--max-physical-batch-size", "0"], "max_physical_batch_size must be a whole number >= 1; got 0"),
         (["train", "--max-physical-batch-size", "some"], "expected a whole number or auto; got 'some'"),
         (["train", "--memory-limit", "4GiB"], "--memory-limit is for --max-physical-batch-size auto; give both"),
         (["train", *AUTO, "--memory-limit", "4 gigs"], "number with a unit, such as 4GiB or 500MB; got '4 gigs'"),
-        (["train", *AUTO, "--memory-limit", "0"], "expected bytes or a number with a unit"),
         (["train", *AUTO, "--method", "nxbp"], "--method nxbp takes a number as --max-physical-batch-size"),
         (["train", *AUTO, "--method", "nonprivate"], "--method nonprivate takes no --max-physical-batch-size"),
         (["audit", *AUTO], "the audit takes a number as --max-physical-batch-size"),
-        (["train", "--learning-rate", "0", "--noise-multiplier", "1"], "learning_rate must be a finite number > 0"),
-        (["train", "--seeds", "0"], "seeds must be a whole number >= 1; got 0"),
         (["train", "--seeds", "2", "--ledger", "led"], "--seeds 2 and --ledger don't go together; leave one out"),
-        (["train", "--seeds", "3", "--checkpoint", "c"], "--seeds 3 and --checkpoint don't go together"),
-        (["train", "--seed", "-1"], "seed must be a whole number >= 0; got -1"),
-        (["train", "--threads", "0"], "threads must be a whole number >= 1; got 0"),
         (
             ["train", "--report", "networks.py/report"],
             "no report can be written to networks.py/report: Not a directory; choose another folder",
@@ -163,27 +130,17 @@ def test_without_a_command_the_help_is_printed(capsys):
         ([*AUDIT, "--plot", "/nowhere/at/all.png"], "there is no folder /nowhere/at"),
         ([*AUDIT, "--noise-multiplier", "0"], "noise multiplier 0 claims nothing"),
         ([*AUDIT, "--draws", "5"], "draws must be at least 100"),
-        ([*AUDIT, "--confidence", "95"], "confidence must be a number in (0, 1); got 95.0"),
         ([*SPENT, "--plot", "curve.pdf"], "--plot must name a .png file; got curve.pdf"),
-        ([*SPENT, "--plot", "/nowhere/at/all.png"], "/nowhere/at/all.png: No such file"),
         ([*SPENT, "--max-batch-size", "9"], "--max-batch-size is for --sampling truncated"),
         ([*SPENT, "--sampling", "truncated"], "needs --examples, --batch-size, --epochs and --max-batch-size"),
-        (
-            ["epsilon", "--noise-multiplier", "4", "--sample-rate", "0.1", "--steps", "2", "--sampling", "truncated"],
-            "needs --examples",
-        ),
-        ([*SPENT, "--sampling", "shuffled"], "invalid choice: 'shuffled'"),
         ([*SPENT, "--neighboring", "replace_one", "--accountant", "rdp"], "accountant='rdp' has no bound"),
         (["train", "--method", "nonprivate", "--ledger", "led"], "--method nonprivate takes no --ledger"),
-        (["train", "--method", "nxbp", "--ledger", "led"], "keeps no --ledger"),
         (["train", "--compare", "--ledger", "led"], "give it or --compare, not both"),
         ([*TRAIN, "--resume"], "--resume needs --checkpoint DIR"),
         ([*TRAIN, "--every", "2"], "--every needs --checkpoint DIR"),
         ([*TRAIN, "--checkpoint", "run", "--resume"], "no checkpoint at run to go on from; leave out --resume"),
         ([*TRAIN, "--checkpoint", "there"], "there is a checkpoint at there; add --resume to go on from it"),
         ([*TRAIN, "--checkpoint", "run", "--compare"], "give --checkpoint or --compare, not both"),
-        ([*TRAIN, "--checkpoint", "run", "--method", "nxbp"], "is there for comparison and keeps no --checkpoint"),
-        ([*TRAIN, "--checkpoint", "run", "--every", "0"], "every must be a whole number >= 1; got 0"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, networks, arguments, expected):
@@ -195,9 +152,7 @@ def test_a_mistake_is_one_line(capsys, networks, arguments, expected):
 
 def test_check_tells_findings_by_its_status(capsys, networks):
     assert "nothing stands in the way" in ran(capsys, "check", "lstm")
-    shown = ran(capsys, "check", "networks:bad", status=1).splitlines()
-    assert len(shown) == 3
-    assert shown[0] == "networks:bad: 2 thing(s) to change"
+    assert "networks:bad: 2 thing(s) to change" in ran(capsys, "check", "networks:bad", status=1)
     found = as_json(capsys, "check", "networks:bad", status=1)
     assert [finding["path"] for finding in found["findings"]] == ["1", "2"]
     assert found["trainable"] is False
@@ -222,12 +177,6 @@ def test_explain_shows_the_plan(capsys, networks):
     assert {row["rule"] for row in plan} == {"LSTM"}
 
 
-@pytest.mark.parametrize(("name", "shape"), [("cnn", [20, 1, 5, 5]), ("mlp", [128, 784])])
-def test_explain_takes_the_paper_s_models(capsys, name, shape):
-    plan = as_json(capsys, "explain", name, "--batch-size", "2")["plan"]
-    assert plan[0]["shape"] == shape
-
-
 @pytest.mark.parametrize("extra", ["tqdm", "sklearn", "matplotlib", "jinja2"])
 def test_a_missing_extra_is_one_line(capsys, monkeypatch, tmp_path, extra):
     for module in [name for name in sys.modules if name.partition(".")[0] == extra]:
@@ -237,31 +186,25 @@ def test_a_missing_extra_is_one_line(capsys, monkeypatch, tmp_path, extra):
     assert message == f'ghostclip: {extra} is not installed; run in a checkout: pip install ".[cli]"\n'
 
 
-def test_another_missing_module_is_not_hidden(monkeypatch):
-    def broken(arguments):
-        raise ModuleNotFoundError("No module named 'mine'", name="mine")
-
-    monkeypatch.setattr(train, "load_data", broken)
-    with pytest.raises(ModuleNotFoundError, match="mine"):
-        main(["train"])
-
-
 def test_a_full_disk_is_reported_before_training(capsys, monkeypatch, tmp_path):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(ghostclip.report.shutil, "disk_usage", lambda path: usage)
     assert "has 1000 bytes left" in mistake(capsys, "train", "--report", tmp_path)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT])
-def test_a_place_that_cannot_be_used_is_reported_with_a_remedy(capsys, monkeypatch, number):
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "free some space on that disk, or choose another place"),
+        (errno.ENOENT, "check the path"),
+        (errno.EACCES, "choose a place that you may write to"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_reported_with_a_remedy(capsys, monkeypatch, number, remedy):
     def foreign(arguments):
         raise OSError(number, os.strerror(number), "reports")
 
     monkeypatch.setattr(train, "load_data", foreign)
-    remedies = {
-        errno.ENOSPC: "free some space on that disk, or choose another place", errno.ENOENT: "check the path",
-    }  # fmt: skip
-    remedy = remedies.get(number, "choose a place that you may write to")
     assert mistake(capsys, "train") == f"ghostclip: reports: {os.strerror(number)}; {remedy}\n"
 
 

@@ -6,10 +6,8 @@ import pytest
 from data_files import digits
 
 from ghostclip import datasets
-from ghostclip.audit import Bound
-from ghostclip.cli import audit, main
+from ghostclip.cli import main
 from ghostclip.noise import noise_source
-from ghostclip.report.plots import AuditPanel, audit_plot
 
 QUICK = ["--model", "mlp", "--epochs", "1", "--noise-multiplier", "1", "--batch-size", "400"]
 
@@ -60,20 +58,3 @@ def test_either_attack_alone(capsys):
     assert found["white_box"]["trials"] == 150
     assert main(["audit", *QUICK, "--draws", "0", "--canaries", "10"]) in (0, 1)
     assert "white box" not in capsys.readouterr().out
-
-
-def test_plots_of_one_and_of_three_panels_and_of_bounds_without_end():
-    panel = AuditPanel("all of it", 2.0, [100, 1000], {"Gaussian": [0.5, float("inf")]}, {"one-run": 0.3})
-    for panels in ([AuditPanel("one run", 2.0, levels={"one-run": 0.4})], [panel] * 3):
-        assert audit_plot(panels, 1e-5, 0.95).startswith(b"\x89PNG")
-
-
-def test_panels_show_what_was_audited(capsys, monkeypatch):
-    seen = []
-    monkeypatch.setattr(audit, "_print", lambda found, settings: seen.append(found))
-    main(["audit", *QUICK, "--draws", "200", "--canaries", "10"])
-    trial, training = audit.panels_of(seen[0])
-    assert trial.title == "one release, sampling rate 1"
-    assert list(trial.releases) == [200]
-    assert set(training.levels) == {"one-run"}
-    assert training.claimed == next(b.claimed for b in seen[0].bounds if isinstance(b, Bound) and b.about == "training")

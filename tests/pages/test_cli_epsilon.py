@@ -1,7 +1,7 @@
 """ghostclip epsilon and calibrate with every sampling scheme; the curve as a plot, and the forecast of a report."""
 
 import pytest
-from commands import as_json, ran
+from commands import as_json
 
 from ghostclip import accounting
 from ghostclip.cli.methods import Settings
@@ -34,28 +34,6 @@ def test_every_kind_of_sampling_is_accounting_s(capsys, arguments, options):
     assert set(found["epsilons"]) == ({"pld", "rdp"} if both else {"pld"})
     assert found["epsilons"]["pld"] == found["epsilon"]
     assert not both or float(found["epsilons"]["rdp"]) == accounting.epsilon(**setting, accountant="rdp")
-
-
-def test_text_says_how_and_about_whom(capsys):
-    direct = ran(capsys, "epsilon", *NOISE, "--sample-rate", "0.1", "--steps", "20", "--accountant", "rdp").splitlines()
-    setting = {"noise_multiplier": 4.0, "sample_rate": 0.1, "steps": 20, "delta": 1e-5}
-    for line, accountant in zip(direct, ("rdp", "pld"), strict=False):
-        assert line == f"epsilon {accounting.epsilon(**setting, accountant=accountant):.4g} ({accountant.upper()})"
-    shown = ran(capsys, "epsilon", *NOISE, *COUNTED, *FIXED).splitlines()
-    assert shown[2] == (
-        "at delta 1e-05, after 20 steps over samples of fixed size, drawn without replacement, at rate 0.1 with noise "
-        "multiplier 4"
-    )
-    assert shown[3] == "Neighbouring data sets differ in what one example is (replace_one)."
-    shown = ran(capsys, "calibrate", "--epsilon", "3", *COUNTED, "--accountant", "rdp").splitlines()
-    assert shown[-1] == "Neighbouring data sets differ by the presence of one example (add_or_remove_one)."
-
-
-@pytest.mark.slow
-def test_the_curve_is_drawn(capsys, tmp_path):
-    place = tmp_path / "epsilon.png"
-    ran(capsys, "epsilon", *NOISE, *COUNTED, "--plot", str(place))
-    assert place.read_bytes().startswith(PNG)
 
 
 def settings(**changes) -> Settings:

@@ -43,11 +43,6 @@ def test_as_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (row["noise_multiplier"], row["sample_rate"], row["neighboring"]) == (1.1, 0.01, "add_or_remove_one")
 
 
-def test_a_ledger_of_nothing(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Ledger(path).account().close()
-    assert "epsilon 0 (PLD) at delta 1e-05: nothing was released" in ran(capsys, "ledger", path)
-
-
 def test_a_torn_line_is_reported_and_left_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     charged(Ledger(path, block=4).account(), 4).close()
     whole = path.read_bytes() + b'{"record":{"n":2,'

@@ -21,30 +21,6 @@ def test_the_log_is_shown_from_info_on_each_line_once(capsys):
     assert capsys.readouterr().err == "ghostclip: level 20, in one line\nghostclip: level 30, in one line\n"
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_logger_is_left_as_it_was(fails):
-    before = log.level, list(log.handlers), log.propagate
-    try:
-        with log_on_stderr():
-            assert log.isEnabledFor(logging.INFO)
-            if fails:
-                raise RuntimeError
-    except RuntimeError:
-        assert fails
-    assert (log.level, log.handlers, log.propagate) == before
-
-
-def test_a_handler_of_the_root_logger_repeats_nothing(capsys):
-    root, other = logging.getLogger(), logging.StreamHandler(sys.stderr)
-    root.addHandler(other)
-    try:
-        with log_on_stderr():
-            log.warning("said once")
-    finally:
-        root.removeHandler(other)
-    assert capsys.readouterr().err.count("said once") == 1
-
-
 def test_a_line_does_not_continue_a_bar(capsys):
     with log_on_stderr(), bar("training", 10) as advance:
         advance()

@@ -73,19 +73,6 @@ def test_an_interrupted_run_goes_on_and_forgets_nothing(
     assert sum(event.count for event in Ledger(f"{folder}.ledger").events) == STEPS
 
 
-def test_a_run_that_was_interrupted_before_it_began_is_not_called_kept(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "train", interrupted)
-    assert main([*RUN, "--checkpoint", str(tmp_path / "run")]) == 130
-    shown = capsys.readouterr().err
-    assert shown.splitlines()[-1] == "ghostclip: interrupted"
-    assert "kept" not in shown
-
-
 def test_every_so_many_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trained(capsys, "--checkpoint", tmp_path / "run", "--every", 4, "--ledger", tmp_path / "other.ledger")
     assert steps_at(tmp_path / "run") == STEPS

@@ -14,11 +14,6 @@ needs_compiler = pytest.mark.skipif(library("gram") is None, reason="no C compil
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-def test_the_readme_table_needs_its_markers():
-    with pytest.raises(ValueError, match="expected one line"):
-        script("readme_table").with_table("no table here", "a table")
-
-
 @pytest.mark.slow
 def test_end_to_end_writes_a_row_for_each_setting(tmp_path, monkeypatch):
     module = script("end_to_end")
@@ -49,44 +44,6 @@ def test_tables_that_are_older_than_what_a_step_runs_are_refused(tmp_path, monke
     assert "a table" in page.read_text()
 
 
-def test_the_pages_tables_are_those_of_the_files_there(tmp_path):
-    module = script("readme_table")
-    (tmp_path / "bench.json").write_text((module.RESULTS / "bench.json").read_text())
-    one = module.speed_tables(tmp_path)
-    (tmp_path / "bench-two-threads.json").write_text((module.RESULTS / "bench-two-threads.json").read_text())
-    two = module.speed_tables(tmp_path)
-    assert one.startswith("## Networks\n")
-    assert two.startswith(one)
-    assert one.count("\n| gpt-128 |") == 3  # what it is, its time, its memory
-    assert "## Two threads" in two.removeprefix(one)
-    page = module.with_table(f"before\n{module.START}\nold\n{module.END}\nafter", two)
-    assert page == f"before\n{module.START}\n\n{two}\n\n{module.END}\nafter"
-
-
-def test_the_short_table_has_six_networks_beside_opacus(tmp_path):
-    module = script("readme_table")
-    results = module.read(module.PEERS)
-    found = results["workloads"]["cnn"]["contenders"]
-    for number, name in enumerate(module.COLUMNS, 1):
-        found[name]["over_nonprivate"]["median"] = number + 0.126
-    (tmp_path / module.PEERS).write_text(json.dumps(results | {"commit": "abc1234"}))
-    lines = module.short_table(tmp_path).splitlines()
-    assert len([line for line in lines if line.startswith("|")]) == 2 + 6
-    assert lines[2].endswith("| 1.13 | 2.13 | 3.13 | 4.13 |")
-    assert "at commit abc1234 on" in lines[-1]
-
-
-@pytest.mark.slow
-def test_demo_accuracy_repeats_what_make_demo_runs(tmp_path):
-    module = script("demo_accuracy")
-    results, page = ran(module, tmp_path, "--only", "non-private", "--seeds", "2", "--repeats", "1")
-    assert list(results["trainings"]) == ["non-private"]
-    median, low, high, count = module.spread(results["trainings"]["non-private"])
-    assert count == 2
-    assert 0.95 < low <= median <= high <= 1.0
-    assert f"| non-private | none | 690 | 2 | {median:.1%} |" in page
-
-
 @needs_compiler
 def test_kernels_are_timed_beside_their_twins(tmp_path):
     words = ["--kernels", "rows of tables", "noise", "--workloads", "mlp", "--seconds", "0", "--batch-size", "4"]
@@ -109,35 +66,6 @@ def test_every_c_function_that_python_calls_is_timed():
         exported = set(re.findall(r"^(?:int|void|long|u?int64_t) (?:NAME\()?(\w+)\)?\(", text, re.MULTILINE))
         assert exported
         assert exported <= timed | helpers
-
-
-@needs_compiler
-def test_without_a_kernel_its_binding_says_so():
-    module = script("kernels")
-    for kernel in module.KERNELS:
-        before = kernel.binding.library(kernel.file)
-        with module.without(kernel):
-            assert kernel.binding.library(kernel.file) is None
-        assert kernel.binding.library(kernel.file) is before is not None
-
-
-def test_the_table_has_the_workload_that_gains_most():
-    rows = [
-        {"kernel": kernel, "workload": workload, "ratio": {"median": ratio}}
-        for kernel, workload, ratio in (("a", "mlp", 0.97), ("b", "cnn", 1.0), ("a", "cnn", 0.8), ("a", "rnn", 0.9))
-    ]
-    assert [row["workload"] for row in script("kernels").best(rows)] == ["cnn", "cnn"]
-
-
-def test_learning_repeats_a_setting(tmp_path, monkeypatch):
-    module = script("learning")
-    monkeypatch.setattr(module, "SETTINGS", {"cnn": module.Setting("CNN", 512, 1, width=0)})
-    monkeypatch.setattr(module, "noise_for", lambda batch, epochs: 2.0)
-    (row,) = ran(module, tmp_path, "--runs", "1")[0]["settings"].values()
-    (run,) = row["runs"]
-    assert run["noise_norm"] == pytest.approx(2.0 * 6090**0.5 / 512)
-    assert run["snr"] > 0
-    assert 0 <= run["accuracy"] <= 1
 
 
 def test_mixing_is_seen_and_the_alarm_is_quiet(tmp_path, monkeypatch):

@@ -62,28 +62,3 @@ def test_outcomes_are_added_up_and_runs_written_one_behind_the_other(tmp_path, m
     assert [(run["batches"], run["pairs"], run["found"]) for run in runs] == [(4, 2, 1)] * 2
     assert "8 clipped batches, 4 neighbouring pairs and 0 neighbouring data sets" in (tmp_path / "fuzz.md").read_text()
     assert "--only 6: off by much" in capsys.readouterr().out
-
-
-def test_ctrl_c_keeps_what_there_is(tmp_path, monkeypatch):
-    def interrupted(seed, seconds, processes):
-        yield Outcome(seed, counts=Counter(batches=3))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fuzz, "outcomes", interrupted)
-    assert fuzz.main(["--seed", "1", "--out", str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "fuzz.json").read_text())["runs"][0]["batches"] == 3
-
-
-def test_a_case_that_raises_is_a_finding(monkeypatch):
-    def broken(seed, show):
-        raise ZeroDivisionError("by 3.5")
-
-    monkeypatch.setattr(work, "batch_case", broken)
-    assert work.run_case(1).findings[0].startswith("raised ZeroDivisionError: by N at test_fuzz.py:")
-
-
-@pytest.mark.slow
-def test_cases_run_in_processes_of_their_own():
-    found = work.outcomes(1, 600.0, 1)
-    assert next(found).seed == 1
-    found.close()

@@ -41,14 +41,6 @@ def test_size_and_output_shape(name):
     assert model(inputs_for(name, 3)).shape == (3, 2)
 
 
-@pytest.mark.parametrize(("side", "maps"), [(8, 2 * 2), (15, 3 * 3), (16, 1), (28, 4 * 4), (32, 5 * 5)])
-def test_cnn_pads_only_what_would_vanish(side, maps):
-    model = models.build("cnn", (3, side, side), 10)
-    assert model.hidden.in_features == 50 * maps
-    assert model.convolution1.padding == ((2, 2) if side < 16 else (0, 0))
-    assert model(torch.rand(2, 3, side, side)).shape == (2, 10)
-
-
 def test_recurrent_networks_read_rows_of_every_channel():
     model = models.build("lstm", (3, 5, 4), 2)
     images = torch.rand(2, 3, 5, 4)

@@ -62,33 +62,10 @@ def test_a_source_text_that_is_gone_or_there_twice_is_noticed(tool, tmp_path):
         assert tool.stale([mutant], tmp_path) == found
 
 
-def test_a_survivor_is_no_success(tool, tmp_path, monkeypatch, capsys):
-    caught = {"file": "f.py", "caught_by": "test_a.py::test", "seconds": 1.0, "output": ""}
-    survivor = tool.table()[1].name
-    monkeypatch.setattr(tool, "copy_to", lambda folder: None)
-    monkeypatch.setattr(tool, "check_baseline", lambda folder, mutants: None)
-    monkeypatch.setattr(
-        tool, "plant", lambda _, m: {"name": m.name} | caught | ({"caught_by": None} if m.name == survivor else {})
-    )
-    assert tool.main([tool.table()[0].name, "--out", str(tmp_path)]) == 0
-    assert tool.main([survivor, "--out", str(tmp_path)]) == 1
-    assert f"survived: {survivor}" in capsys.readouterr().out
-    assert [row["caught_by"] for row in json.loads((tmp_path / "mutants.json").read_text())] == [
-        "test_a.py::test",
-        None,
-    ]
-    assert "1 of 2 caught" in (tmp_path / "mutants.md").read_text()
-
-
 def test_tests_that_fail_without_a_bug_stop_it(tool, monkeypatch, tmp_path):
     monkeypatch.setattr(tool, "run", lambda folder, tests, *_: (1, "1 failed"))
     with pytest.raises(SystemExit, match="without any bug planted"):
         tool.check_baseline(tmp_path, tool.table()[:3])
-
-
-def test_names_that_are_not_in_the_table(tool):
-    with pytest.raises(SystemExit, match="no such mutants: nobody"):
-        tool.main(["nobody"])
 
 
 def test_sensitivity_writes_figures_and_a_plot(tmp_path, monkeypatch):

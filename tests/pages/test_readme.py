@@ -170,8 +170,3 @@ def test_every_page_is_in_the_navigation_of_the_site():
     assert [
         page for page in DOCS if not re.search(rf"\b{re.escape(page.removeprefix('docs/'))}$", navigation, re.M)
     ] == []
-
-
-def test_the_navigation_calls_pages_by_their_titles():
-    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    assert re.findall(r"- (.+): \S+\.md$", navigation, re.MULTILINE) == ["Home"]

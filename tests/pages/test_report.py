@@ -6,7 +6,6 @@ import math
 import re
 from base64 import b64decode
 from dataclasses import replace
-from html import unescape
 from pathlib import Path
 
 import pytest
@@ -123,14 +122,6 @@ def test_json_is_strict_and_keeps_private_data_apart(folder):
     assert found["examples_per_second"] == {"nonprivate": 5000.0, "cached": 2500.0}
 
 
-def test_a_run_without_privacy_has_no_privacy_plots(tmp_path):
-    report.write(Record("plain", {}, [PLAIN]), tmp_path)
-    assert {path.name for path in tmp_path.glob("*.png")} == {"accuracy.png", "loss.png"}
-    page = (tmp_path / "index.html").read_text()
-    assert "epsilon.png" not in page
-    assert "drawn afresh" not in page
-
-
 def test_the_page_names_the_generators_of_standard_noise(tmp_path):
     runs = [
         replace(PRIVATE, generator="ChaCha20"), replace(OTHER_SEED, generator="AES-256"), LOWER,
@@ -157,43 +148,6 @@ def test_plots_take_gaps(drawn):
     assert decoded(plot(*values))[0] > 0
 
 
-def test_the_page_has_dark_images_for_dark_screens(folder):
-    page = (folder / "index.html").read_text()
-    assert "@media (prefers-color-scheme: dark)" in page
-    pairs = re.findall(
-        r'prefers-color-scheme: dark\)" srcset="data:image/png;base64,(.*?)"><img src="data:[^,]*,(.*?)"', page
-    )
-    assert len(pairs) == 4
-    for images in pairs:
-        dark, light = (image.imread(io.BytesIO(b64decode(one)))[..., :3] for one in images)
-        assert dark.shape == light.shape
-        assert dark[0, 0].max() < 0.15
-        assert light[0, 0].min() == 1
-        # Letters and lines are as far from the ground as on light ground, or nearly.
-        assert dark.max() > 0.85
-
-
-def test_alternative_texts_say_what_the_plots_show(folder):
-    page = (folder / "index.html").read_text()
-    alts = [unescape(alt) for alt in re.findall('alt="(.*?)"', page)]
-    assert alts == [
-        "Line plot. private, epsilon 8: 93.4% at the end; non-private <b>: 98.5% at the end.",
-        "Line plot. Epsilon grows over 40 steps from 0 to 7.99 by PLD and 8.75 by RDP.",
-        "Line plot of training loss. private, epsilon 8: from 2.3 to 1.25; non-private <b>: from 2 to 0.5.",
-        "Histogram of 4 gradient norms around the clipping norm 1; 75.0% of the examples are clipped.",
-    ]
-    assert not set(alts) & set(re.findall("<figcaption>(.*?)</figcaption>", page))
-
-
-def test_command_date_and_versions_are_told(folder):
-    page = unescape((folder / "index.html").read_text())
-    found = json.loads((folder / "report.json").read_text())
-    assert f"<code>{RECORD.command}</code>" in page
-    assert "on 2024-05-06 07:08 UTC" in page
-    assert ["scipy", "1.2.3"] in tables(page)[-1]
-    assert (found["command"], found["date"], found["versions"]) == (RECORD.command, RECORD.date, {"scipy": "1.2.3"})
-
-
 @pytest.mark.slow
 def test_several_seeds_are_one_row_with_mean_and_range(seeds):
     page = (seeds / "index.html").read_text()
@@ -211,13 +165,6 @@ def test_several_seeds_are_one_row_with_mean_and_range(seeds):
         "private, epsilon 8, seed 5",
         "private, epsilon 3, seed 4",
     ]
-
-
-def test_no_table_is_wider_than_seven_columns(seeds):
-    """Twelve did not fit into 1,200 pixels."""
-    widths = [len(row) for table in tables((seeds / "index.html").read_text()) for row in table]
-    assert min(widths) > 0
-    assert max(widths) <= 7
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 0.2), (1.0, 1e-5), (3.0, 0.0), (8.0, 1e-6)])

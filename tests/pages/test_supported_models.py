@@ -56,21 +56,6 @@ def test_the_page_has_figures_the_slowest_refusals_and_what_is_left_out():
     assert "Left out, not installed: the models of diffusers." in text
 
 
-def test_rows_of_other_versions_and_other_models_are_dropped(tmp_path, monkeypatch):
-    path, subject = tmp_path / "results.json", supported_models.SUBJECTS[0]
-    known = {
-        "versions": supported_models.versions(),
-        "commit": "abc to def",
-        "models": {subject.name: row(), "gone": row()},
-    }
-    path.write_text(json.dumps(known))
-    rows, since = supported_models.known_rows(path, [subject])
-    assert (list(rows), since) == ([subject.name], "abc")
-    assert supported_models.known_rows(path, []) == ({}, "abc")
-    monkeypatch.setattr(supported_models, "versions", lambda: {"torch": "1"})
-    assert supported_models.known_rows(path, [subject])[0] == {}
-
-
 @pytest.mark.slow
 def test_a_call_writes_both_files_and_names_what_is_left_out(tmp_path, capsys, monkeypatch):
     """With the libraries that are installed, or none."""
