@@ -1381,7 +1381,7 @@ MISUSE = [
     ),
     Mutant(
         "an engine is copied",
-        "ghostclip/engine/privacy_engine.py",
+        "ghostclip/engine/fixed.py",
         "    def __reduce_ex__(self, protocol: Any) -> Any:\n",
         "    def _reduce(self, protocol: Any) -> Any:\n",
         (*TAKEN_TURNS, "-k", "copied"),

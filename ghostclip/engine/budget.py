@@ -6,7 +6,7 @@ import math
 import os
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn
@@ -15,7 +15,7 @@ from torch import nn
 
 from ghostclip import accounting
 from ghostclip.engine.distributed import Ranks
-from ghostclip.engine.terms import MOST, Plan, Terms
+from ghostclip.engine.terms import MOST, StepTerms, Terms
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.events import Event, merged
 from ghostclip.ledger import Ledger
@@ -36,8 +36,7 @@ class Spending:
 
     Args:
         ranks: which train together.
-        events: what the planned steps are charged as, with their counts; without a plan counts don't matter.
-        plan: how many steps were agreed.
+        plan: how many steps were agreed, and what they are charged as.
         max_epsilon: which no step may pass, at the plan's delta; None: ``target_epsilon`` of the plan where something
             else was spent besides the steps it was calibrated for, else no limit.
         ledger: the file that every step is charged to, or its path; None: steps are counted in memory.
@@ -50,22 +49,21 @@ class Spending:
 
     Raises:
         LedgerError: the ledger can't be continued.
-        PrivacyError: the ledger is about other neighbours than ``events``.
+        PrivacyError: the ledger is about other neighbours than the planned steps.
         ValueError, TypeError: ``max_epsilon`` is out of range, or can't be kept.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        events: Sequence[Event],
-        plan: Plan,
+        plan: StepTerms,
         max_epsilon: float | None,
         ledger: str | os.PathLike[str] | Ledger | None,
         noise: Noise,
         model: nn.Module,
     ) -> None:
         self._ranks, self._plan = ranks, plan
-        self._planned = {replace(event, count=1): event.count for event in merged(events)}
+        self._planned = {replace(event, count=1): event.count for event in merged(plan.events)}
         self._first = next(iter(self._planned))
         self._runs: defaultdict[str, Counter[Event]] = defaultdict(Counter)
         # What the leading rank said last: all that was spent; what by the model's runs.
@@ -239,9 +237,9 @@ class Spending:
             spent: by everyone.
             before: how many steps there was room for when this was asked last.
         """
-        room = MOST if self._plan.steps is None else max(0, self._plan.steps - self._charged_in(spent))
+        room = MOST if self._plan.planned_steps is None else max(0, self._plan.planned_steps - self._charged_in(spent))
         epsilon = self._epsilon_limit(event, spent)
-        if epsilon is None and self._plan.steps is not None:
+        if epsilon is None and self._plan.planned_steps is not None:
             room = min(room, self._planned[event] - _counted(spent)[event])
         if epsilon is None or not room:
             return room
@@ -264,10 +262,11 @@ class Spending:
 
     def _refuse(self, event: Event, spent: list[Event]) -> NoReturn:
         plan, where = self._plan, "" if self.ledger is None else f" (all in the ledger {self.ledger.path} counts)"
-        if plan.steps is not None and self._charged_in(spent) >= plan.steps:
+        if plan.planned_steps is not None and self._charged_in(spent) >= plan.planned_steps:
             raise BudgetExceededError(
-                f"all {plan.steps} planned steps were taken{where}, which spend epsilon = {plan.target_epsilon} at "
-                f"delta = {plan.target_delta}; stop here (a new PrivacyEngine would add to what is spent already)"
+                f"all {plan.planned_steps} planned steps were taken{where}, which spend epsilon = "
+                f"{plan.target_epsilon} at delta = {plan.target_delta}; stop here (a new PrivacyEngine would add to "
+                "what is spent already)"
                 + ("" if self.ledger is None else f". For other data, name another ledger than {self.ledger.path}")
             )
         name = "target_epsilon" if self.max_epsilon is None else "max_epsilon"

@@ -23,7 +23,7 @@ from ghostclip.errors import PrivacyError, RowsMovedError, is_out_of_memory
 from ghostclip.sampling import LogicalBatches, UserRows
 from ghostclip.validate import positive_int
 
-__all__ = ["LossFunction", "MicroBatches", "Piece", "is_auto", "micro_batches_of", "rows_of"]
+__all__ = ["LossFunction", "MicroBatches", "Piece", "micro_batches_of", "physical_limit", "rows_of"]
 
 # (model, examples) -> losses [B].
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -310,32 +310,32 @@ def _advised(error: BaseException, units: int, reason: str) -> BaseException:
     )
 
 
-def is_auto(max_physical_batch_size: int | str | None, memory_limit: int | None, unit_ids: Any) -> bool:
-    """Whether the size of physical batches is to be found.
+def physical_limit(max_physical_batch_size: int | str | None, memory_limit: int | None, unit_ids: Any) -> int | None:
+    """The most examples that are loaded at once, as they were given; None where trials are to find it.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or some don't go together.
     """
-    if isinstance(max_physical_batch_size, str):
-        if max_physical_batch_size != "auto":
-            raise ValueError(
-                f"max_physical_batch_size must be a number, 'auto' or None; got {max_physical_batch_size!r}"
-            )
-        if unit_ids is not None:
-            raise ValueError(
-                'max_physical_batch_size="auto" and unit_ids don\'t go together; give the most rows in a physical batch'
-            )
+    if not isinstance(max_physical_batch_size, str):
         if memory_limit is not None:
-            positive_int(memory_limit=memory_limit)
-        return True
+            raise ValueError('memory_limit is for max_physical_batch_size="auto"; leave it out with a number')
+        return max_physical_batch_size
+    if max_physical_batch_size != "auto":
+        raise ValueError(f"max_physical_batch_size must be a number, 'auto' or None; got {max_physical_batch_size!r}")
+    if unit_ids is not None:
+        raise ValueError(
+            'max_physical_batch_size="auto" and unit_ids don\'t go together; give the most rows in a physical batch'
+        )
     if memory_limit is not None:
-        raise ValueError('memory_limit is for max_physical_batch_size="auto"; leave it out with a number')
-    return False
+        positive_int(memory_limit=memory_limit)
+    return None
 
 
-def micro_batches_of(model: nn.Module, loader: LogicalBatches, auto: bool, memory_limit: int | None) -> MicroBatches:
+def micro_batches_of(
+    model: nn.Module, loader: LogicalBatches, max_physical_batch_size: int | str | None, memory_limit: int | None
+) -> MicroBatches:
     """`MicroBatches` for the samples of a loader, of which trials divide the physical batches from its next loop on."""
-    if not auto:
+    if not isinstance(max_physical_batch_size, str):
         return MicroBatches()
     memory = MemoryMeter(next(model.parameters()).device, memory_limit)
     return MicroBatches(memory, loader.largest, loader.limit_physical)

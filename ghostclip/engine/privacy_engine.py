@@ -18,8 +18,9 @@ from ghostclip.engine.adaptation import policy_for
 from ghostclip.engine.budget import Spending
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.earlier_engines import how_to_count, warn_of_earlier
+from ghostclip.engine.fixed import FixedOnceBuilt
 from ghostclip.engine.loss_scaling import LossScaling
-from ghostclip.engine.micro_batching import MicroBatches, is_auto, micro_batches_of
+from ghostclip.engine.micro_batching import micro_batches_of, physical_limit
 from ghostclip.engine.old_names import OpacusNames
 from ghostclip.engine.optimizers import check_optimizer, unwrapped
 from ghostclip.engine.release import Release, refuse_second_engine
@@ -41,10 +42,10 @@ __all__ = ["PrivacyEngine"]
 AGREED = ("noise_multiplier", "target_epsilon", "planned_steps", "noise")
 SAMPLED = ("batch_size", "sample_rate", "sampling", "neighboring")
 TOLD = "batch_size", "sample_rate", "noise_multiplier", "clipping", "steps_taken", "planned_steps"
-FIXED = {"model", "optimizer", "clipping", "target_delta", "max_epsilon", "ledger", "schedule", *AGREED, *SAMPLED}
+FIXED = "model", "optimizer", "clipping", "target_delta", "max_epsilon", "ledger", "schedule", *AGREED, *SAMPLED
 
 
-class PrivacyEngine(OpacusNames):
+class PrivacyEngine(OpacusNames, FixedOnceBuilt):
     """Differentially private training (DP-SGD, Abadi et al. 2016) of a torch model with any torch optimizer.
 
     A step draws a random sample of the data and releases (sum of clipped gradients + noise) / ``batch_size``. The
@@ -104,110 +105,74 @@ class PrivacyEngine(OpacusNames):
         ValueError, TypeError: an argument is out of range, or two arguments exclude each other.
     """
 
+    fixed_names = frozenset(FIXED)
     # `ghostclip.compat.opacus` has rates and accountants of its own.
     _sampled_by: ClassVar[type[LogicalBatches]] = LogicalBatches
     _how_to_count = how_to_count
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        data: Any,
-        *,
-        batch_size: int | None = None,
-        max_physical_batch_size: int | str | None = None,
-        noise_multiplier: float | None = None,
-        target_epsilon: float | None = None,
-        target_delta: float = 1e-5,
-        max_epsilon: float | None = None,
-        epochs: int | None = None,
-        steps: int | None = None,
-        clipping: Any = 1.0,
-        second_pass: str = "auto",
-        noise: str = "standard",
-        seed: int | None = None,
-        ledger: str | os.PathLike[str] | Ledger | None = None,
-        self_check: bool = True,
-        sampling: str = "poisson",
-        neighboring: str = "add_or_remove_one",
-        max_batch_size: int | None = None,
-        unit_ids: Iterable[Hashable] | None = None,
-        max_rows_per_unit: int | None = None,
-        loss_scale: float | GradScaler = 1.0,
-        memory_limit: int | None = None,
-        process_group: Any = None,
+        self, model: nn.Module, optimizer: Optimizer, data: Any, *,
+        batch_size: int | None = None, max_physical_batch_size: int | str | None = None,
+        noise_multiplier: float | None = None, target_epsilon: float | None = None, target_delta: float = 1e-5,
+        max_epsilon: float | None = None, epochs: int | None = None, steps: int | None = None,
+        clipping: Any = 1.0, second_pass: str = "auto", noise: str = "standard", seed: int | None = None,
+        ledger: str | os.PathLike[str] | Ledger | None = None, self_check: bool = True,
+        sampling: str = "poisson", neighboring: str = "add_or_remove_one", max_batch_size: int | None = None,
+        unit_ids: Iterable[Hashable] | None = None, max_rows_per_unit: int | None = None,
+        loss_scale: float | GradScaler = 1.0, memory_limit: int | None = None, process_group: Any = None,
         schedule: Schedule | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_optimizer(model, optimizer := unwrapped(optimizer))
         refuse_second_engine(optimizer)
-        auto = is_auto(max_physical_batch_size, memory_limit, unit_ids)
         self._ranks = ranks = ranks_of(model, process_group)
         source = noise_source(noise, seed)
-        largest = None if isinstance(max_physical_batch_size, str) else max_physical_batch_size
+        limit = physical_limit(max_physical_batch_size, memory_limit, unit_ids)
         loader = self._sampled_by(
-            data, batch_size=batch_size, max_physical_batch_size=largest, sampling=sampling, neighboring=neighboring,
+            data, batch_size=batch_size, max_physical_batch_size=limit, sampling=sampling, neighboring=neighboring,
             max_batch_size=max_batch_size, unit_ids=unit_ids, max_rows_per_unit=max_rows_per_unit, seed=seed,
             generator=ranks.generators(source), share=(ranks.rank, ranks.size),
         )  # fmt: skip
-        policy, delta = policy_for(model, clipping), open_fraction(target_delta=target_delta)
-        self.schedule, self._terms = schedule, StepTerms(schedule, loader, policy)
-        plan = self._terms.plan(noise_multiplier, target_epsilon, delta, epochs, steps)
-        charged = self._terms.fix(plan, source.private)
-        loader.follow(self._terms.scheme, self._terms.largest, lambda: self._snapshots.model_steps)
+        self._terms = terms = StepTerms(
+            schedule, loader, policy_for(model, clipping), noise_multiplier, target_epsilon, target_delta, epochs,
+            steps, source.private,
+        )  # fmt: skip
+        loader.follow(terms.scheme, terms.largest, lambda: self._snapshots.model_steps)
         scaling = LossScaling(loss_scale, optimizer)
         clipper = GhostClipper(model, clipping, second_pass=second_pass, loss_scale=scaling.factor)
-        self.model, self.optimizer, self.clipping = model, optimizer, clipper.clipping
-        self.noise_multiplier, self.planned_steps = plan.noise_multiplier, plan.steps
-        self.target_epsilon, self.target_delta = plan.target_epsilon, plan.target_delta
-        self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
-        self.noise, self.sampling, self.neighboring = source.mode, sampling, neighboring
-        micro_batches = micro_batches_of(model, loader, auto, memory_limit)
-        self._spending = Spending(ranks, charged, plan, max_epsilon, ledger, source, model)
-        self.max_epsilon, self.ledger = self._spending.max_epsilon, self._spending.ledger
-        self._loader: LogicalBatches | None = loader
-        self._attach(clipper, source, scaling, micro_batches, self_check, seed)
-
-    def _attach(
-        self, clipper: GhostClipper, source: Noise, scaling: LossScaling, micro_batches: MicroBatches,
-        self_check: bool, seed: int | None,
-    ) -> None:  # fmt: skip
-        """Puts the engine between the optimizer and its gradients, and between the loader and its batches."""
-        model, optimizer, loader, ranks = self.model, self.optimizer, self.batches(), self._ranks
+        micro_batches = micro_batches_of(model, loader, max_physical_batch_size, memory_limit)
+        self._spending = Spending(ranks, terms, max_epsilon, ledger, source, model)
         release = Release(
-            clipper, optimizer, source, self.noise_multiplier, self._terms.at, self._spending.charge,
-            scaling, ranks, micro_batches,
+            clipper, optimizer, source, terms.noise_multiplier, terms.at, self._spending.charge, scaling, ranks,
+            micro_batches,
         )  # fmt: skip
         self._steps = loader.owner = LogicalStep(release, self_check)
+        self._loader: LogicalBatches | None = loader
+        self.model, self.optimizer, self.clipping, self.schedule = model, optimizer, clipper.clipping, schedule
+        self.noise, self.sampling, self.neighboring = source.mode, sampling, neighboring
+        self._begin(source, seed)
+
+    def _begin(self, source: Noise, seed: int | None) -> None:
+        """The parts are there: the rest of what users read, the start of all ranks, and warnings."""
+        terms, spending, loader = self._terms, self._spending, self.batches()
+        self.noise_multiplier, self.planned_steps = terms.noise_multiplier, terms.planned_steps
+        self.target_epsilon, self.target_delta = terms.target_epsilon, terms.target_delta
+        self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
+        self.max_epsilon, self.ledger = spending.max_epsilon, spending.ledger
         agreed = {name: getattr(self, name) for name in AGREED} | {"seed": seed}
         if self.schedule is not None:
             agreed["schedule"] = repr(self.schedule)
         self._snapshots = Snapshots(
-            model, optimizer, self.clipping, loader, source, self._spending, self._steps, agreed, ranks
+            self.model, self.optimizer, self.clipping, loader, source, spending, self._steps, agreed, self._ranks
         )
         self._snapshots.start_alike()
-        self._synchronise = keep_unsynchronised(model)
+        self._synchronise = keep_unsynchronised(self.model)
         warn_of_earlier(self, self._how_to_count)
-        if ranks.leads and self._spending.private:
-            accounting.warn_of_delta(self.target_delta, loader.units, self._spending.unit)
+        if self._ranks.leads and spending.private:
+            accounting.warn_of_delta(self.target_delta, loader.units, spending.unit)
 
     def __repr__(self) -> str:
         told = ", ".join(f"{name}={getattr(self, name)!r}" for name in TOLD)
         return f"PrivacyEngine({type(self.model).__name__}, {type(self.optimizer).__name__}, {told})"
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in FIXED and name in vars(self):
-            raise AttributeError(
-                f"{name} of a PrivacyEngine can't be changed: noise and charges are made for what it was built with; "
-                "call detach() and build a new engine, with the same ledger=... so that both count"
-            )
-        super().__setattr__(name, value)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises PrivacyError: torch's optimizers lose their hooks in a copy."""
-        raise PrivacyError(
-            "a PrivacyEngine can't be copied or pickled: its optimizer's copy would train without noise; build a new "
-            "engine over copies, with the same ledger=... so that both count, or use save() and restore()"
-        )
 
     def batches(self) -> LogicalBatches:
         """The logical batches. One iteration is one epoch of ``len(engine.batches())`` batches.
@@ -260,11 +225,7 @@ class PrivacyEngine(OpacusNames):
         except BaseException:
             self._steps.release.failed()
             raise
-        try:
-            return StepRecord.of(self._steps.step(batch, loss_fn, batch_index))
-        except BaseException as failure:
-            self._steps.abandon(failure)
-            raise
+        return StepRecord.of(self._steps.step(batch, loss_fn, batch_index))
 
     def compile(self) -> None:
         """Lets later calls of `step` run as a compiled graph, where the model allows it and the graph is faster.
@@ -284,8 +245,6 @@ class PrivacyEngine(OpacusNames):
         The records are private data without noise: norms of single examples, cosines, signal to noise. Read them with
         `ghostclip.traces.read`. Raises as `StepTrace`, and ValueError for compiled steps or several ranks.
         """
-        if path is not None and self._ranks.size > 1:
-            raise ValueError("trace() isn't there for several processes that train together; leave it out")
         return self._steps.trace(path, every, lambda: self.steps_taken)
 
     def epsilon(self, delta: float | None = None, accountant: str = "pld") -> float:

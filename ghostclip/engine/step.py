@@ -63,13 +63,17 @@ class LogicalStep:
     ) -> list[ClippingResult]:
         """The step of a logical batch that `start` has checked; returns what was clipped of each physical batch."""
         clip, results = self.clip if self._clipper.compiled is None else self._clip_compiled, []
-        for examples in batch.physical():
-            whole = self._before(batch, loss_fn, examples, batch_index)
-            for piece in self.micro_batches.pieces(whole):  # one, unless memory runs out
-                with piece:
-                    results.append(clip(loss_fn, piece))  # losses, norms, weights, clipped sums
-        self.release.update()  # charge, noise, optimizer.step()
-        self._optimizer.zero_grad()
+        try:
+            for examples in batch.physical():
+                whole = self._before(batch, loss_fn, examples, batch_index)
+                for piece in self.micro_batches.pieces(whole):  # one, unless memory runs out
+                    with piece:
+                        results.append(clip(loss_fn, piece))  # losses, norms, weights, clipped sums
+            self.release.update()  # charge, noise, optimizer.step()
+            self._optimizer.zero_grad()
+        except BaseException as failure:
+            self.abandon(failure)
+            raise
         return results
 
     def clip(self, loss_fn: LossFunction, piece: Piece) -> ClippingResult:
@@ -238,8 +242,8 @@ class LogicalStep:
         """Ends the trace there is, and begins one where ``path`` says; see `PrivacyEngine.trace` and `StepTrace`."""
         if path is not None and self._clipper.compiled is not None:
             raise ValueError(TRACED_AND_COMPILED)
-        if path is not None and self._clipper.sharding.sharded:
-            raise ValueError("trace() and fully_shard don't go together: no rank has whole sums; leave one of them out")
+        if path is not None and (self.release.ranks.size > 1 or self._clipper.sharding.sharded):
+            raise ValueError("trace() isn't there for several processes that train together, or sharded; leave it out")
         if self.release.trace is not None:
             self.release.trace.close()
         self.release.trace = None if path is None else StepTrace(path, every, self._clipper.passes, steps)

@@ -11,29 +11,12 @@ from ghostclip.clipping import Schedule, Stage
 from ghostclip.engine.adaptation import step_event
 from ghostclip.events import Event
 from ghostclip.sampling import LogicalBatches, Scheme
-from ghostclip.validate import nonnegative, positive, positive_int
+from ghostclip.validate import nonnegative, open_fraction, positive, positive_int
 
-__all__ = ["MOST", "Plan", "StepTerms", "Terms"]
+__all__ = ["MOST", "StepTerms", "Terms"]
 
 # More steps than anyone takes.
 MOST = 10**6
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The noise, and the number of steps it was calibrated for.
-
-    Attributes:
-        noise_multiplier: standard deviation of the noise over the sensitivity, which a schedule multiplies; 0: none.
-        target_delta: where epsilon is reported.
-        steps: the most steps that may be taken; None: no limit was agreed.
-        target_epsilon: what those steps spend at most; None with ``steps``.
-    """
-
-    noise_multiplier: float
-    target_delta: float
-    steps: int | None = None
-    target_epsilon: float | None = None
 
 
 @dataclass(frozen=True)
@@ -59,16 +42,29 @@ class StepTerms:
     """Terms of every step, by its number among the steps of the model.
 
     Args:
-        schedule: None: all steps are alike.
+        schedule, target_delta: as for `PrivacyEngine`.
         loader: whose samples they are.
         policy: of clipping, as `policy_for` returns it.
+        noise_multiplier, target_epsilon, epochs, steps: as for `PrivacyEngine`. The noise is the one that was given, or
+            the least noise for the target by PLD.
+        private: whether the noise is. Noise that can be foretold protects no one: it is charged as none.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise over the sensitivity, which a schedule multiplies; 0: none.
+        target_delta: where epsilon is reported.
+        planned_steps: the most steps that may be taken; None: no limit was agreed.
+        target_epsilon: what those steps spend at most; None with ``planned_steps``.
+        events: what the planned steps are charged as, with their counts; without a plan counts don't matter.
 
     Raises:
         TypeError: it is no schedule.
-        ValueError: a batch size of the schedule is out of range for the data.
+        ValueError: arguments don't go together or are out of range, or no noise reaches the target.
     """
 
-    def __init__(self, schedule: Schedule | None, loader: LogicalBatches, policy: Any) -> None:
+    def __init__(
+        self, schedule: Schedule | None, loader: LogicalBatches, policy: Any, noise_multiplier: float | None,
+        target_epsilon: float | None, target_delta: float, epochs: int | None, steps: int | None, private: bool,
+    ) -> None:  # fmt: skip
         if not isinstance(schedule, Schedule | None):
             raise TypeError(f"schedule must be a ghostclip.clipping.Schedule; got {schedule!r}")
         self._given = schedule
@@ -76,7 +72,14 @@ class StepTerms:
         self._policy, self._steps_an_epoch = policy, len(loader)
         sizes = [stage.batch_size or loader.batch_size for stage in self._schedule.stages]
         self._schemes = [loader.scheme_of(size) for size in sizes]
-        self._terms: list[Terms] = []
+        self.target_delta = open_fraction(target_delta=target_delta)
+        self._plan(noise_multiplier, target_epsilon, epochs, steps)
+        noise = self.noise_multiplier
+        self.events = self._events(noise if private else 0.0)
+        self._terms = [
+            Terms(noise * stage.noise_factor, scheme.batch_size, replace(event, count=1), stage.threshold_factor)
+            for stage, scheme, event in zip(self._schedule.stages, self._schemes, self.events, strict=True)
+        ]
 
     def scheme(self, step: int) -> Scheme:
         """How the batch of a step is drawn."""
@@ -87,37 +90,30 @@ class StepTerms:
         """About the most units in a batch of any step."""
         return max(scheme.largest for scheme in self._schemes)
 
-    def plan(
-        self,
-        noise_multiplier: float | None,
-        target_epsilon: float | None,
-        target_delta: float,
-        epochs: int | None,
-        steps: int | None,
-    ) -> Plan:
-        """The noise that was given, or the least noise for the target by PLD; arguments as for `PrivacyEngine`.
-
-        Raises:
-            ValueError, TypeError: arguments that don't go together, are out of range, or a target no noise reaches.
-        """
+    def _plan(
+        self, noise_multiplier: float | None, target_epsilon: float | None, epochs: int | None, steps: int | None
+    ) -> None:
+        """Finds the noise, and the number of steps it is calibrated for."""
         if (noise_multiplier is None) == (target_epsilon is None):
             raise ValueError(
                 "give either noise_multiplier, or target_epsilon with epochs (or steps) to have it calibrated; got "
                 + ("neither" if noise_multiplier is None else "both")
             )
+        self.planned_steps: int | None = None
+        self.target_epsilon = target_epsilon
         if noise_multiplier is not None:
             if epochs is not None or steps is not None:
                 raise ValueError(
                     "epochs and steps say what target_epsilon is to be calibrated for; leave them out with "
                     "noise_multiplier, and stop when you like"
                 )
-            return Plan(nonnegative(noise_multiplier=noise_multiplier), target_delta)
-        planned = self._planned(epochs, steps)
-        target_epsilon = positive(target_epsilon=target_epsilon)
-        noise = accounting.noise_for(
-            lambda noise: self._events(noise, planned), target_epsilon=target_epsilon, delta=target_delta
+            self.noise_multiplier = nonnegative(noise_multiplier=noise_multiplier)
+            return
+        self.planned_steps = self._planned(epochs, steps)
+        self.target_epsilon = positive(target_epsilon=target_epsilon)
+        self.noise_multiplier = accounting.noise_for(
+            self._events, target_epsilon=self.target_epsilon, delta=self.target_delta
         )
-        return Plan(noise, target_delta, planned, target_epsilon)
 
     def _planned(self, epochs: int | None, steps: int | None) -> int:
         """How many steps there will be."""
@@ -132,30 +128,17 @@ class StepTerms:
             )
         return positive_int(steps=steps) if epochs is None else positive_int(epochs=epochs) * self._steps_an_epoch
 
-    def _events(self, noise_multiplier: float, steps: int | None) -> list[Event]:
+    def _events(self, noise_multiplier: float) -> list[Event]:
         """What all stages are charged as; without a plan with the counts of the stages."""
         stages = self._schedule.stages
         counts = [stage.steps for stage in stages]
-        if steps is not None:
-            counts[-1] += steps - sum(counts)
+        if self.planned_steps is not None:
+            counts[-1] += self.planned_steps - sum(counts)
         factors = [stage.noise_factor for stage in stages]
         return [
             replace(step_event(scheme, self._policy, factor * noise_multiplier), count=count)
             for scheme, factor, count in zip(self._schemes, factors, counts, strict=True)
         ]
-
-    def fix(self, plan: Plan, private: bool) -> list[Event]:
-        """The noise is known; returns what the planned steps are charged as, with their counts.
-
-        Noise that isn't private, since it can be foretold, protects no one: it is charged as none.
-        """
-        noise = plan.noise_multiplier
-        events = self._events(noise if private else 0.0, plan.steps)
-        self._terms = [
-            Terms(noise * stage.noise_factor, scheme.batch_size, replace(event, count=1), stage.threshold_factor)
-            for stage, scheme, event in zip(self._schedule.stages, self._schemes, events, strict=True)
-        ]
-        return events
 
     def at(self, step: int) -> Terms:
         """The terms of a step, from 0."""

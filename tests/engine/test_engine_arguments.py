@@ -10,7 +10,6 @@ from torch import nn
 from ghostclip import PrivacyError, UnsupportedModelError
 from ghostclip.clipping import PerLayer
 from ghostclip.engine import PrivacyEngine
-from ghostclip.engine.privacy_engine import FIXED
 
 
 @pytest.fixture
@@ -23,7 +22,7 @@ def engine(model: nn.Sequential) -> PrivacyEngine:
     return runs.engine_for(model, noise_multiplier=1.0, clipping=1.0, max_physical_batch_size=2)
 
 
-@pytest.mark.parametrize("name", sorted(FIXED))
+@pytest.mark.parametrize("name", sorted(PrivacyEngine.fixed_names))
 def test_settings_are_not_changed_afterwards(engine: PrivacyEngine, name: str) -> None:
     before = getattr(engine, name)
     with pytest.raises(AttributeError, match=rf"{name} of a PrivacyEngine can't be changed.*build a new engine"):
