@@ -15,6 +15,7 @@ from .errors import (
     VerificationError,
 )
 from .nn.declared import same_as
+from .noise.mean import PrivateMean, private_mean
 from .self_check import check
 from .wrap import Finding, unwrap, wrap
 
@@ -29,6 +30,7 @@ __all__ = [
     "LossShapeError",
     "PrivacyEngine",
     "PrivacyError",
+    "PrivateMean",
     "StaleInputError",
     "UnsupportedModelError",
     "VerificationError",
@@ -38,6 +40,7 @@ __all__ = [
     "errors",
     "nn",
     "per_example_norms",
+    "private_mean",
     "same_as",
     "traces",
     "unwrap",

@@ -3196,8 +3196,41 @@ BY_MARKS = [
     ),
 ]
 
+MEAN, MEANS = "ghostclip/noise/mean.py", ("tests/privacy/test_private_mean.py",)
+
+CHOSEN_PRIVATELY = [
+    Mutant(
+        "a private mean without the cut",
+        MEAN,
+        "rows * weights",
+        "rows",
+        MEANS,
+    ),
+    Mutant(
+        "a row that is not finite in a private mean",
+        MEAN,
+        "torch.where(norms.isfinite(), rows * weights, 0.0)",
+        "rows * weights",
+        MEANS,
+    ),
+    Mutant(
+        "noise of a private mean over 1 in place of the bound",
+        MEAN,
+        "std * bound**power",
+        "std",
+        MEANS,
+    ),
+    Mutant(
+        "a private mean from a seed is charged as private",
+        MEAN,
+        "event=planned if source.private else _event([0.0] * len(stds), neighboring)",
+        "event=planned",
+        MEANS,
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
     *SAME, *WITHIN, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *OF_COMPANY, *AROUND_THE_BATCH,
-    *DIFFERENTIATED_TWICE, *BY_MARKS,
+    *DIFFERENTIATED_TWICE, *BY_MARKS, *CHOSEN_PRIVATELY,
 ]  # fmt: skip

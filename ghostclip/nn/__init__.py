@@ -1,10 +1,14 @@
-"""A drop-in for ``torch.nn``: layers with parameters are wrappers that can be clipped, the rest is torch's own."""
+"""A drop-in for ``torch.nn``: layers with parameters are wrappers that can be clipped, the rest is torch's own.
+
+`Centre` alone is not in torch.nn.
+"""
 
 import torch.nn as _torch_nn
 from torch.nn import *
 
 from .base import GhostLayer, LayerCall
 from .bilinear import Bilinear
+from .centre import Centre
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .embedding import Embedding
 from .embedding_bag import EmbeddingBag

@@ -1,0 +1,183 @@
+"""The private mean: against a loop over rows, its sensitivity over hostile rows, its noise, its charge; Centre."""
+
+import math
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from dp_accounting import gaussian_mechanism
+from torch import Tensor, nn
+
+import ghostclip
+from ghostclip import accounting, private_mean
+from ghostclip.events import JointGaussian, SampledGaussian
+from ghostclip.nn import Centre
+
+NAN, INF = math.nan, math.inf
+
+
+def features(rows: int = 50, width: int = 6, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Rows whose norms lie on both sides of 1."""
+    torch.manual_seed(3)
+    return torch.randn(rows, width, dtype=dtype) * torch.linspace(0.1, 1.0, rows, dtype=dtype)[:, None]
+
+
+def by_loop(rows: Tensor, bound: float, power: int = 1) -> Tensor:
+    """The sum of cut rows (or of their squares), one row after another."""
+    total = torch.zeros(rows.shape[1], dtype=torch.float64)
+    for row in rows.double():
+        norm = float(sum(value**2 for value in row.tolist())) ** 0.5
+        if math.isfinite(norm):
+            total += (row * (1.0 if norm <= bound else bound / norm)) ** power
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bound", [0.5, 1.0, 100.0])
+def test_mean_and_variance_without_noise_equal_the_loop(bound: float, dtype: torch.dtype) -> None:
+    rows = features(dtype=dtype)
+    released = private_mean(rows, bound, 0.0, variance_noise_multiplier=0.0)
+    mean = by_loop(rows, bound) / 50
+    expected = torch.float64 if dtype == torch.float64 else torch.float32
+    assert released.mean.dtype == released.variance.dtype == expected
+    torch.testing.assert_close(released.mean.double(), mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(released.variance.double(), by_loop(rows, bound, 2) / 50 - mean**2, rtol=1e-5, atol=1e-7)
+
+
+def test_more_rows_than_are_summed_at_once() -> None:
+    rows = torch.full((20_000, 2), 0.5, dtype=torch.float64)
+    torch.testing.assert_close(private_mean(rows, 1.0, 0.0).mean, torch.full((2,), 0.5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("row", [[1e30] * 6, [NAN] + [1.0] * 5, [INF] * 6, [-INF] + [0.0] * 5, [1e-30] * 6, [0.0] * 6])
+@pytest.mark.parametrize("bound", [0.5, 2.0])
+def test_no_row_moves_a_sum_by_more_than_the_bound(row: list[float], bound: float) -> None:
+    """Removed or replaced in a data set of public size, by a row of zeros or by the opposite row."""
+    rows = features()
+    rows[7] = torch.tensor(row, dtype=torch.float64)
+    without = rows.clone()
+    without[7] = 0.0
+    first, second = (private_mean(each, bound, 0.0, variance_noise_multiplier=0.0) for each in (rows, without))
+    squares = [(each.variance + each.mean**2) * 50 for each in (first, second)]  # type: ignore[operator]
+    assert (first.mean - second.mean).norm() * 50 <= bound * (1 + 1e-9)
+    assert (squares[0] - squares[1]).norm() <= bound**2 * (1 + 1e-9)
+    rows[8] = -rows[7]
+    assert private_mean(rows, bound, 0.0).mean.isfinite().all()
+
+
+@pytest.mark.parametrize("noise", ["standard", "hardened"])
+def test_the_noise_has_the_standard_deviation_of_its_charge(noise: str) -> None:
+    """Chi-square of 40,000 entries: a relative standard error of 0.35%; five of them."""
+    rows, bound, sigma = torch.zeros(10, 40_000), 0.5, 4.0
+    released = private_mean(rows, bound, sigma, variance_noise_multiplier=8.0, noise=noise)
+    std = float((released.mean.double() * 10 / bound).square().mean().sqrt())
+    assert std == pytest.approx(sigma, rel=0.018)
+    # Squares are all noise here: half of the entries are cut at 0, the others hold half of a normal variance.
+    squares = (released.variance + released.mean.square()).double() * 10 / bound**2  # type: ignore[operator]
+    positive = squares[released.variance > 0]  # type: ignore[operator]
+    assert len(positive) == pytest.approx(20_000, abs=5 * 100 + 3_000)
+    assert released.generator
+    assert private_mean(rows, bound, sigma, noise=noise).mean.ne(released.mean).any()
+
+
+def test_the_variance_s_noise_is_over_the_square_of_the_bound() -> None:
+    """Rows of one large known square: nothing is cut at 0, and mean squared has no noise to speak of."""
+    rows = torch.full((1, 20_000), 10.0, dtype=torch.float64)
+    bound = float(rows.norm())
+    released = private_mean(rows, bound, 0.0, variance_noise_multiplier=2.0)
+    # N = 1: variance = max(0, noise of std 2 bound^2), a half-normal whose second moment is half of the variance.
+    second = float(released.variance.square().mean())  # type: ignore[union-attr]
+    assert second == pytest.approx(0.5 * (2.0 * bound**2) ** 2, rel=5 * math.sqrt(5.0 / 20_000))
+
+
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+def test_the_charge_is_that_of_one_gaussian_release(neighboring: str) -> None:
+    released = private_mean(features(), 1.0, 8.0, neighboring=neighboring)
+    assert released.event == SampledGaussian(1.0, 8.0, relation=neighboring)
+    # Replacing a row moves the sum by up to twice the bound.
+    noise = 8.0 if neighboring == "add_or_remove_one" else 4.0
+    exact = gaussian_mechanism.get_epsilon_gaussian(noise, 1e-5)
+    assert accounting.epsilon_of([released.event], delta=1e-5) == pytest.approx(exact, rel=1e-3)
+
+
+def test_mean_and_variance_are_one_charge_together() -> None:
+    released = private_mean(features(), 1.0, 6.0, variance_noise_multiplier=8.0)
+    assert released.event == JointGaussian((SampledGaussian(1.0, 6.0), SampledGaussian(1.0, 8.0)))
+    exact = gaussian_mechanism.get_epsilon_gaussian(1 / math.hypot(1 / 6, 1 / 8), 1e-5)
+    assert accounting.epsilon_of([released.event], delta=1e-5) == pytest.approx(exact, rel=1e-3)
+
+
+def test_noise_that_can_be_repeated_is_charged_as_none() -> None:
+    first, second, other = (private_mean(features(), noise="test", seed=seed) for seed in (5, 5, 6))
+    assert torch.equal(first.mean, second.mean)
+    assert not torch.equal(first.mean, other.mean)
+    assert (first.event, first.planned) == (SampledGaussian(1.0, 0.0), SampledGaussian(1.0, 8.0))
+    assert first.name != second.name
+    assert accounting.epsilon_of([first.event], delta=1e-5) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"features": [[1.0]]}, TypeError, r"features must be a tensor \[N, d\]; got list"),
+        ({"features": torch.ones(3, 2, dtype=torch.int64)}, TypeError, "floating point type; got torch.int64"),
+        ({"features": torch.ones(3)}, ValueError, r"flatten the rest\); got \[3\]"),
+        ({"features": torch.ones(0, 3)}, ValueError, r"got \[0, 3\]"),
+        ({"bound": 0.0}, ValueError, "bound must be a finite number > 0; got 0.0"),
+        ({"bound": "1"}, TypeError, "bound"),
+        ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be"),
+        ({"noise_multiplier": INF}, ValueError, "noise_multiplier must be"),
+        ({"variance_noise_multiplier": NAN}, ValueError, "variance_noise_multiplier must be"),
+        ({"noise": "none"}, ValueError, "noise must be one of"),
+        ({"seed": 3}, ValueError, "would make the noise predictable"),
+        ({"neighboring": "swap"}, ValueError, "relation must be one of"),
+    ],
+)
+def test_arguments_out_of_range_are_named(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        private_mean(**{"features": features(), **changes})
+
+
+def centred(mean: Tensor) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), Centre(mean), nn.Tanh(), nn.Linear(3, 2)).double()
+
+
+def test_a_centred_network_is_clipped_exactly() -> None:
+    model = centred(torch.tensor([0.1, -0.2, 0.3]))
+    assert ghostclip.check(model) == []
+    rows = torch.randn(5, 4, dtype=torch.float64)
+    clipper = ghostclip.GhostClipper(model, clipping=0.1)
+    losses = model(rows).square().sum(1)
+    expected = oracle.clipped_sum(oracle.grads_of_single_losses(model, model(rows).square().sum(1)), 0.1)
+    clipper.backward(losses)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-6, atol=1e-9)
+
+
+def test_centre_subtracts_a_copy_that_is_saved_with_the_model() -> None:
+    mean = torch.tensor([1.0, 2.0])
+    layer = Centre(mean)
+    mean += 5.0
+    assert torch.equal(layer(torch.tensor([[[3.0, 3.0]]])), torch.tensor([[[2.0, 1.0]]]))
+    assert list(layer.state_dict()) == ["mean"]
+    assert list(layer.parameters()) == []
+    assert repr(layer) == "Centre(shape=(2,))"
+    assert Centre is ghostclip.nn.Centre
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "message"),
+    [([1.0], TypeError, r"got \[1.0\]"), (torch.ones(2, dtype=torch.int64), TypeError, "floating-point"),
+     (torch.tensor([NAN]), ValueError, "finite")],
+)  # fmt: skip
+def test_a_mean_that_is_none_is_refused(mean: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Centre(mean)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3,), ()])
+def test_inputs_of_another_width_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"must end with the mean's shape \[2\]"):
+        Centre(torch.zeros(2))(torch.zeros(shape))
