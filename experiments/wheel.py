@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 TESTS = ("tests/layers", "tests/clipper", "tests/engine", "tests/privacy/test_noise.py",
-         "tests/privacy/test_noise_hardened.py", "tests/privacy/test_noise_cipher.py")  # fmt: skip
+         "tests/privacy/test_noise_cipher.py")  # fmt: skip
 FOR_TESTS = ("pytest", "pytest-xdist", "hypothesis", "safetensors", "pyarrow", "transformers", "peft",
              "torch-geometric", "opacus", "scikit-learn", "tqdm", "matplotlib", "jinja2")  # fmt: skip
 WORKLOADS = ("rnn", "lstm", "embedding", "transformer", "gpt-128", "mlp")

@@ -102,12 +102,6 @@ def test_the_ledger_knows_the_run_s_settings(path: Path) -> None:
     assert engine_for(path).epsilon() == math.inf
 
 
-def test_an_engine_that_was_not_built_leaves_the_ledger_alone(path: Path) -> None:
-    with pytest.raises(ValueError, match="target_epsilon"):
-        engine_for(path, target_epsilon=1.0)
-    assert not path.exists()
-
-
 def most_within(limit: float, before: list[Any] | None = None) -> int:
     """How many steps stay within an epsilon, by counting."""
     steps = 0

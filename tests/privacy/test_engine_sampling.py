@@ -67,13 +67,6 @@ def test_a_forecast_without_private_noise_is_infinite() -> None:
     assert engine.guarantee().endswith("nothing was released")
 
 
-def test_engines_on_one_data_set_add_up() -> None:
-    first, second = trained(), trained(noise_multiplier=8.0)
-    together = accounting.epsilon_of([*first.events, *second.events], delta=1e-5)
-    assert together > max(first.epsilon(), second.epsilon())
-    assert together < first.epsilon() + second.epsilon()
-
-
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_sums_are_divided_by_the_public_size_under_every_sampling(sampling: str) -> None:
     """Row "dividing by the realised or floored batch size": the denominator is ``batch_size``."""

@@ -1,7 +1,6 @@
 """The ledger file: what it says after every kind of end, and what it survives."""
 
 import errno
-import gc
 import json
 import os
 import signal
@@ -90,13 +89,6 @@ def test_runs_of_one_process_share_a_ledger(path: Path) -> None:
     charged(second, 30, OTHER)
     second.close()
     assert spent(path) == 74
-
-
-def test_a_run_that_was_forgotten_gives_back_its_block(path: Path) -> None:
-    account = charged(Ledger(path).account(), 3)
-    del account
-    gc.collect()
-    assert spent(path) == 3
 
 
 def test_a_run_that_is_collected_in_the_middle_of_another_s_turn_waits(path: Path, disk: dict[str, Any]) -> None:
@@ -213,11 +205,6 @@ def test_a_closed_account_charges_nothing(path: Path) -> None:
         account.charge(EVENT)
 
 
-def only_half(real: Callable[..., int], descriptor: int, data: bytes) -> int:
-    """A write that takes half at a time."""
-    return real(descriptor, data[: (len(data) + 1) // 2])
-
-
 def torn(real: Callable[..., int], descriptor: int, data: bytes) -> int:
     """A disk that is full after half of it."""
     if not data.startswith(b'{"record"'):
@@ -226,7 +213,7 @@ def torn(real: Callable[..., int], descriptor: int, data: bytes) -> int:
 
 
 def test_writes_that_take_part_of_it_are_gone_on_with(path: Path, disk: dict[str, Any]) -> None:
-    disk["write"] = only_half
+    disk["write"] = lambda real, descriptor, data: real(descriptor, data[: (len(data) + 1) // 2])
     charged(Ledger(path).account(), 2).close()
     assert spent(path) == 2
 
@@ -244,10 +231,9 @@ def test_on_a_full_disk_nothing_is_granted_and_with_room_it_goes_on(path: Path, 
     assert [record["kind"] for record in records(path)][2:] == ["recovered", "intent", "returned"]
 
 
-@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-def test_after_a_failed_fsync_nothing_is_granted_any_more(path: Path, disk: dict[str, Any], error: int) -> None:
+def test_after_a_failed_fsync_nothing_is_granted_any_more(path: Path, disk: dict[str, Any]) -> None:
     account = charged(Ledger(path, block=2).account(), 2)
-    disk["fsync"] = OSError(error, os.strerror(error))
+    disk["fsync"] = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(LedgerError, match=r"can't be brought to the disk: .* nothing was released"):
         account.charge(EVENT)
     disk.clear()

@@ -38,16 +38,6 @@ def test_a_line_cut_anywhere_is_recovered_and_counted_when_it_is_all_there(path:
         assert kinds[2:] == ([] if size == before else ["recovered"] if size < complete else ["intent"])
 
 
-def test_a_torn_return_does_not_count(path: Path) -> None:
-    account = charged(Ledger(path, block=4).account(), 1)
-    before = len(path.read_bytes())
-    account.close()
-    whole = path.read_bytes()
-    for size in range(before, len(whole)):
-        put(path, whole[:size])
-        assert spent(path) == 4
-
-
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_flipped_bit_is_refused(tmp_path: Path, data: st.DataObject) -> None:

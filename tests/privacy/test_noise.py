@@ -4,6 +4,7 @@ import copy
 import ctypes
 import hashlib
 import multiprocessing
+import os
 import pickle
 import struct
 from multiprocessing.connection import Connection
@@ -29,39 +30,58 @@ def numbers(source: StandardNoise, count: int = MILLION, std: float = 1.0) -> np
 
 
 def _send_numbers(source: StandardNoise, pipe: Connection) -> None:
-    pipe.send(numbers(source, 8).tolist())
+    pipe.send(numbers(source, 50).tolist())
+
+
+def assert_different(*drawn: list[float]) -> None:
+    """Numbers of hardened noise are multiples of a step, so single ones may agree; two sequences never do."""
+    assert max(np.mean(np.equal(one, other)) for i, one in enumerate(drawn) for other in drawn[:i]) < 0.2
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_does_not_repeat_its_parents_noise() -> None:
-    source = StandardNoise()
+@pytest.mark.parametrize("kind", ["standard", "hardened"])
+def test_a_fork_does_not_repeat_its_parents_noise(kind: str) -> None:
+    source = noise_source(kind)
     numbers(source, 8)
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=_send_numbers, args=(source, theirs))
     child.start()
     assert ours.poll(30)
-    assert not set(ours.recv()) & set(numbers(source, 8).tolist())
+    assert_different(ours.recv(), numbers(source, 50).tolist())
     child.join()
 
 
-@pytest.mark.parametrize("compiling", [True, False])
-def test_copies_do_not_repeat_each_other(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "compiling"), [("standard", True), ("standard", False), ("hardened", True)])
+def test_copies_do_not_repeat_each_other(kind: str, compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiling:
         monkeypatch.setattr("ghostclip.noise.gaussian.library", lambda name: None)
-    source = StandardNoise()
+    source = noise_source(kind)
     numbers(source, 8)
     copies = [copy.deepcopy(source), copy.copy(source), pickle.loads(pickle.dumps(source))]
-    drawn = [numbers(each, 8).tolist() for each in (source, *copies)]
-    assert len({number for part in drawn for number in part}) == 4 * 8
+    assert_different(*(numbers(each, 50).tolist() for each in (source, *copies)))
 
 
-def test_torch_seeds_have_no_influence() -> None:
+@pytest.mark.parametrize("kind", ["standard", "hardened"])
+def test_torch_seeds_have_no_influence(kind: str) -> None:
     found = []
     for _ in range(2):
         torch.manual_seed(0)
         np.random.seed(0)
-        found.append(numbers(StandardNoise(), 4).tolist())
-    assert found[0] != found[1]
+        found.append(numbers(noise_source(kind), 50).tolist())
+    assert_different(*found)
+
+
+def test_every_hardened_release_has_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    entropy, asked = os.urandom, []
+    monkeypatch.setattr("os.urandom", lambda count: asked.append(entropy(count)) or asked[-1])
+    source = noise_source("hardened")
+    asked.clear()
+    assert_different(*(numbers(source, 50).tolist() for _ in range(3)))
+    assert [len(key) for key in asked] == [32, 32, 32]
+    assert len(set(asked)) == source.draws == 3
+    # The same key alone would repeat the noise: everything random comes from it.
+    monkeypatch.setattr("os.urandom", lambda count: bytes(count))
+    assert numbers(source, 50).tolist() == numbers(source, 50).tolist()
 
 
 def test_all_the_entropy_asked_for_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,16 +282,17 @@ def test_test_mode_repeats_itself_and_is_not_private() -> None:
     assert numbers(first, 9).tolist() != numbers(other, 9).tolist()
 
 
-def test_modes_and_seeds_that_do_not_go_together() -> None:
-    with pytest.raises(ValueError, match='noise="test" needs a seed'):
-        noise_source("test")
-    with pytest.raises(ValueError, match=r'seed=1 would make the noise predictable.*noise="test"'):
-        noise_source("standard", seed=1)
-    with pytest.raises(ValueError, match="noise must be one of 'standard', 'hardened', 'test'; got 'Standard'"):
-        noise_source("Standard")
-    with pytest.raises(ValueError, match="seed must be a whole number"):
-        noise_source("test", seed=-1)
-    with pytest.raises(ValueError, match="seed must be below"):
-        noise_source("test", seed=2**63)
-    with pytest.raises(ValueError, match=r'seed=1 would make the noise predictable, so noise="hardened" takes none'):
-        noise_source("hardened", seed=1)
+@pytest.mark.parametrize(
+    ("mode", "seed", "message"),
+    [
+        ("test", None, 'noise="test" needs a seed'),
+        ("standard", 1, r'seed=1 would make the noise predictable.*noise="test"'),
+        ("hardened", 1, r'seed=1 would make the noise predictable, so noise="hardened" takes none'),
+        ("Standard", None, "noise must be one of 'standard', 'hardened', 'test'; got 'Standard'"),
+        ("test", -1, "seed must be a whole number"),
+        ("test", 2**63, "seed must be below"),
+    ],
+)
+def test_modes_and_seeds_that_do_not_go_together(mode: str, seed: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        noise_source(mode, seed=seed)

@@ -1,9 +1,11 @@
 """Noise on a lattice: every released number is one of its points, with exactly the law it claims, by a ziggurat."""
 
 import bisect
+import json
 import math
 from decimal import Decimal, localcontext
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from ghostclip.cli import main
 from ghostclip.native import library
 from ghostclip.noise import noise_source
 from ghostclip.noise.cipher import KeyStream
@@ -251,3 +254,18 @@ def test_points_next_to_the_curve_are_told_apart(nearness: str) -> None:
         layer = bisect.bisect_right(floors, curve) - 1
         share = (curve - floors[layer]) / (floors[layer + 1] - floors[layer]) + Decimal(nearness)
     assert ziggurat().certainly_under(layer, Fraction(x), Fraction(share)) == nearness.startswith("-")
+
+
+@pytest.mark.slow
+def test_the_command_line_says_how_its_noise_was_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["train", "--model", "mlp", "--noise-multiplier", "1", "--epochs", "1", "--no-compare"]
+    assert main([*words, "--noise", "hardened", "--json", "--report", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["noise"] == found["runs"][0]["noise"] == "hardened"
+    page = (tmp_path / "index.html").read_text()
+    assert "<td>hardened</td>" in page
+    assert "lattice of public step" in page
+    assert main(words) == 0
+    assert "1.000 standard" in capsys.readouterr().out
+    assert main(["train", "--method", "nonprivate", "--noise", "hardened"]) == 2
+    assert "--method nonprivate takes no --noise" in capsys.readouterr().err

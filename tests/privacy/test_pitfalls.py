@@ -3,34 +3,29 @@
 Of the crashes that users of others report, most are cases elsewhere: 4-D inputs, in-place activations, keyword calls,
 masks, proj_size and lookups of positions in test_layers.py and test_law_of_norms.py; unused layers in
 test_clipper_guards.py; adapters, generate and the Trainer in test_real_models.py; checkpointing and half precision in
-test_modes.py; compiled steps in test_compiled.py; bare Parameters in test_fallback.py; resuming in
+test_modes.py; compiled steps in test_compiled.py; bare Parameters in test_computed_weights.py; resuming in
 test_engine_checkpoint.py; adapters trained to nothing in test_self_check.py.
 """
 
 from pathlib import Path
 
 import numpy as np
-import oracle
 import private_runs as runs
 import pytest
 import torch
 from case_models import Wired
-from case_types import project
-from comparing import assert_dicts_close, gradients, typical_norm
+from comparing import assert_exact
 from torch import nn
 from torch.nn import functional as F
 
 import ghostclip
-from ghostclip import (
-    LedgerError,
-)
+from ghostclip import LedgerError
 from ghostclip.clipper import ClippingResult
 from ghostclip.clipping import Adaptive
 from ghostclip.engine import StepRecord
 from ghostclip.events import SampledGaussian
 from ghostclip.ledger import Ledger
 
-EXACT = 1e-10
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -81,6 +76,8 @@ ELSEWHERE = {
         "privacy/test_noise.py::test_a_fork_does_not_repeat_its_parents_noise",
     "noise drawn on every physical batch: once a logical step":
         "engine/test_engine.py::test_noise_has_its_standard_deviation_and_comes_once_a_step",
+    "adaptive clipping not charged: charged as one joint release":
+        "clipper/test_adaptive.py::test_a_step_is_charged_as_both_releases",
     "epsilon of NaN sigma is 0: validated first": "privacy/test_accounting.py::test_values_out_of_range_are_named",
     "pickle in checkpoints runs code: JSON and raw tensors only":
         "privacy/test_checkpoint.py::test_nothing_is_unpickled",
@@ -91,15 +88,6 @@ ELSEWHERE = {
 def test_a_row_has_its_test(row):
     file, _, name = ELSEWHERE[row].partition("::")
     assert f"def {name}(" in (ROOT / "tests" / file).read_text()
-
-
-def exact(model: nn.Module, inputs: tuple, batch_dims: list | None = None) -> None:
-    """Norms and clipped sums are the loop's."""
-    expected = oracle.per_example_grads(model, project, inputs, batch_dims)
-    clipper = ghostclip.GhostClipper(ghostclip.wrap(model), bound := typical_norm(expected))
-    result = clipper.backward(project(model(*inputs)))
-    torch.testing.assert_close(result.norms, oracle.norms(expected), rtol=EXACT, atol=0)
-    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, bound), EXACT)
 
 
 def whole(model: nn.Module, loss_fn=runs.losses_of, dataset=None, steps: int = 1, **options) -> ghostclip.PrivacyEngine:
@@ -160,7 +148,7 @@ def test_an_output_changed_in_place(layer):
         out = out[0] if isinstance(out, tuple) else out
         return out.mul_(2).relu_()
 
-    exact(Wired(wiring, layer=layer).double(), (torch.randn(3, 4, 5).double(),))
+    assert_exact(Wired(wiring, layer=layer).double(), torch.randn(3, 4, 5).double())
 
 
 def test_a_record_of_another_ledger(tmp_path):
@@ -186,13 +174,6 @@ def test_samples_are_never_the_same_again():
         engine = whole(nn.Linear(5, 3), dataset=runs.data(400), batch_size=200, steps=0)
         drawn.append([sum(batch.sizes) for _ in range(8) for batch in engine.batches() if not runs.leave(engine)])
     assert drawn[0] != drawn[1]
-
-
-def test_adaptive_clipping_is_charged():
-    """adaptive clipping not charged: charged as one joint release"""
-    fixed, adaptive = (whole(runs.network(), noise_multiplier=1.0, clipping=c, dataset=runs.data(40)).epsilon()
-                       for c in (1.0, Adaptive(1.0, count_noise=1.0)))  # fmt: skip
-    assert adaptive > fixed
 
 
 def test_what_a_step_returns_is_called_private():

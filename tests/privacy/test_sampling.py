@@ -1,5 +1,6 @@
 """Sampling: the distribution of batches, their division, what is kept of a DataLoader, and what is refused."""
 
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -91,7 +92,7 @@ def test_sizes_are_binomial_and_empty_batches_come_at_their_rate() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", ["without_replacement", pytest.param("truncated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sampling", ["without_replacement", "truncated"])
 def test_of_a_given_size_all_sets_are_equally_likely(sampling: str) -> None:
     """Of pairs of a fixed size, and of Poisson samples that were cut down to two."""
     steps, size = 6000, 5
@@ -158,17 +159,9 @@ def test_schemes_are_checked(options: dict[str, Any], message: str) -> None:
         LogicalBatches(numbered(40), **{"batch_size": 10, **options})
 
 
-@pytest.mark.parametrize(
-    ("sampling", "name"),
-    [
-        ("poisson", "Poisson sampling.*probability 0.1"),
-        ("without_replacement", "sampling without replacement .4 different examples"),
-        ("truncated", "truncated"),
-    ],
-)
-def test_the_replacement_of_a_sampler_is_said_once_and_names_the_way(sampling: str, name: str) -> None:
-    with pytest.warns(UserWarning, match=f"RandomSampler is replaced by {name}") as said:
-        list(LogicalBatches(DataLoader(Squares(), 4, shuffle=True), sampling=sampling, max_physical_batch_size=8))
+def test_the_replacement_of_a_sampler_is_said_once_and_names_the_way() -> None:
+    with pytest.warns(UserWarning, match="RandomSampler is replaced by sampling without replacement .4 diff") as said:
+        list(LogicalBatches(DataLoader(Squares(), 4, shuffle=True), sampling="without_replacement"))
     assert len(said) == 1
     assert "each user is in a batch" in scheme_named("poisson", 10, 2, unit="user").words
 
@@ -205,10 +198,10 @@ def _start_at_100(worker: int) -> None:
     torch.utils.data.get_worker_info().dataset.first = 100  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("sampling", [{"shuffle": True}, {"batch_sampler": True}])
-def test_collate_fn_and_batch_size_of_a_loader_are_kept(sampling: dict[str, Any]) -> None:
-    batches = BatchSampler(RandomSampler(Squares()), 8, False)
-    options = {"batch_size": 8, **sampling} if "shuffle" in sampling else {"batch_sampler": batches}
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 8, "shuffle": True}, {"batch_sampler": BatchSampler(RandomSampler(Squares()), 8, False)}]
+)
+def test_collate_fn_and_batch_size_of_a_loader_are_kept(options: dict[str, Any]) -> None:
     loader = taken_over(DataLoader(Squares(), collate_fn=_pair_up, **options))
     assert loader.batch_size == 8
     part = next(part for batch in loader for part in batch.physical())
@@ -231,25 +224,6 @@ def test_workers_are_kept_and_batches_stay_in_step() -> None:
                 if step == 1:
                     break
     assert seen == {100, 101}
-
-
-class AllAtOnce(Dataset[Any]):
-    """Examples of an array, a text and a number, of which a whole batch is read by one call."""
-
-    def __len__(self) -> int:
-        return 30
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [{"array": np.full(3, at, np.float32), "text": f"number {at}", "number": at} for at in indices]
-
-
-def test_arrays_and_texts_in_dicts_come_as_default_collation_gives_them() -> None:
-    loader = LogicalBatches(AllAtOnce(), batch_size=20, max_physical_batch_size=4)
-    for batch in loader:
-        for part, size in zip(batch.physical(), batch.sizes, strict=True):
-            assert part["array"].shape == (size, 3)
-            assert part["array"].dtype == torch.float32
-            assert part["text"] == [f"number {number}" for number in part["number"].tolist()]
 
 
 class Stream(IterableDataset[int]):
@@ -291,20 +265,20 @@ def test_streams_are_refused_with_a_remedy(data: Any) -> None:
         LogicalBatches(data, batch_size=2)
 
 
-def test_sizes_out_of_range() -> None:
-    with pytest.raises(ValueError, match="the dataset is empty"):
-        LogicalBatches([], batch_size=1)
-    with pytest.raises(ValueError, match="batch_size must be given with a dataset"):
-        LogicalBatches(Squares())
-    with pytest.raises(ValueError, match=r"batch_size must be at most len\(dataset\) = 40; got 41"):
-        LogicalBatches(Squares(), batch_size=41)
-    for wrong in (0, -1, 2.5, float("nan")):
-        with pytest.raises(ValueError, match=r"^batch_size must be a whole number"):
-            LogicalBatches(Squares(), batch_size=wrong)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"^max_physical_batch_size must be a whole number"):
-            LogicalBatches(Squares(), batch_size=4, max_physical_batch_size=wrong)  # type: ignore[arg-type]
-    with pytest.raises(PrivacyError, match="no batch_size to take over"):
-        LogicalBatches(DataLoader(Squares(), batch_sampler=[[0, 1], [2]]))
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ([], {"batch_size": 1}, "the dataset is empty"),
+        (Squares(), {}, "batch_size must be given with a dataset"),
+        (Squares(), {"batch_size": 41}, r"batch_size must be at most len\(dataset\) = 40; got 41"),
+        (DataLoader(Squares(), batch_sampler=[[0, 1], [2]]), {}, "no batch_size to take over"),
+        *((Squares(), {"batch_size": wrong}, r"^batch_size must be a whole number") for wrong in (0, 2.5, math.nan)),
+        (Squares(), {"batch_size": 4, "max_physical_batch_size": 0}, "^max_physical_batch_size must be a whole number"),
+    ],
+)
+def test_sizes_out_of_range(data: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, PrivacyError), match=message):
+        LogicalBatches(data, **options)
 
 
 class Noting(Unowned):
