@@ -19,6 +19,7 @@ __all__ = [
     "positive",
     "positive_int",
     "power_of_two",
+    "probability",
     "whole",
 ]
 
@@ -61,6 +62,11 @@ def fraction(**argument: Any) -> float:
 def open_fraction(**argument: Any) -> float:
     """The one keyword argument as a float in (0, 1). Raises ValueError or TypeError naming it."""
     return float(_number(argument, "a number in (0, 1)", lambda value: 0 < value < 1))
+
+
+def probability(**argument: Any) -> float:
+    """The one keyword argument as a float in [0, 1]. Raises ValueError or TypeError naming it."""
+    return float(_number(argument, "a number in [0, 1]", lambda value: 0 <= value <= 1))
 
 
 def whole(**argument: Any) -> int:

@@ -5,6 +5,7 @@ Rényi divergences (Mironov 2017; Mironov et al. 2019). Both give upper bounds; 
 is no bound, so there is none.
 """
 
+from ghostclip.accounting.attacks import FALSE_POSITIVE_RATES, Risk, risk, risk_of
 from ghostclip.accounting.calibration import affordable, max_steps, noise_for, noise_multiplier
 from ghostclip.accounting.running import RunningEpsilon
 from ghostclip.accounting.spent import (
@@ -23,6 +24,8 @@ from ghostclip.accounting.spent import (
 
 __all__ = [
     "ACCOUNTANTS",
+    "FALSE_POSITIVE_RATES",
+    "Risk",
     "RunningEpsilon",
     "Setting",
     "accountants_for",
@@ -36,6 +39,8 @@ __all__ = [
     "neighbours",
     "noise_for",
     "noise_multiplier",
+    "risk",
+    "risk_of",
     "samples",
     "warn_of_delta",
 ]

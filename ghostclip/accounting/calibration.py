@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 
-import numpy as np
 import scipy
 
-from ghostclip.accounting.spent import ACCOUNTANTS, Setting, accountants_for, epsilon_of
+from ghostclip.accounting.spent import ACCOUNTANTS, Setting, accountants_for
+from ghostclip.accounting.targets import EpsilonTarget, Target, excess_epsilon, target_of
 from ghostclip.events import Event
 from ghostclip.native.notices import slow_work
 from ghostclip.validate import one_of, open_fraction, positive, whole
@@ -25,40 +25,40 @@ MOST_STEPS = 10**9
 TOLERANCE, FIRST_STEP = 1e-5, 0.1
 # A grid on which epsilon takes a tenth of the time. Its root is corrected until it moves by less than that.
 COARSER, MOST_CORRECTIONS, NEARBY = 10, 4, 1e-4
-# Where the closed form still has numbers; the start need not be good.
-MOST_TO_START_FROM = 1e4
 
 
 def noise_multiplier(
     *,
-    target_epsilon: float,
+    target_epsilon: float | None = None,
+    target_advantage: float | None = None,
     sample_rate: float,
     steps: int,
-    delta: float,
+    delta: float | None = None,
     accountant: str = "pld",
     sampling: str = "poisson",
     neighboring: str = "add_or_remove_one",
     dataset_size: int | None = None,
     max_batch_size: int | None = None,
 ) -> float:
-    """The least noise multiplier that keeps ``steps`` releases within ``target_epsilon`` at ``delta``.
+    """The least noise multiplier that keeps ``steps`` releases within a target epsilon, or a target advantage.
 
     Args:
-        target_epsilon: finite, > 0.
+        target_epsilon: finite, > 0; with ``delta``.
+        target_advantage: in (0, 1), in place of ``target_epsilon`` and ``delta``: the largest advantage of a membership
+            attack (`Risk.advantage`), by PLD.
         sample_rate, steps, delta, accountant, sampling, neighboring, dataset_size, max_batch_size: as for `epsilon`.
 
     Returns:
-        A noise multiplier for which `epsilon` is at most ``target_epsilon``. It is at most a relative 1e-5 above the
-        least one, and at least 0.01; 0.0 for zero steps.
+        A noise multiplier for which `epsilon` (or the advantage of `risk`) is at most the target. It is at most a
+        relative 1e-5 above the least one, and at least 0.01; 0.0 for zero steps.
 
     Raises:
-        ValueError, TypeError: an argument is out of range, or no noise reaches the target.
+        ValueError, TypeError: an argument is out of range, both targets or none are given, or no noise reaches it.
     """
     setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size)
     steps = whole(steps=steps)
-    return noise_for(
-        lambda noise: [setting.event(noise, steps)], target_epsilon=target_epsilon, delta=delta, accountant=accountant
-    )
+    target = target_of(target_epsilon, target_advantage, delta, accountant)
+    return _noise_within(target, lambda noise: [setting.event(noise, steps)])
 
 
 def noise_for(
@@ -76,47 +76,42 @@ def noise_for(
     Raises:
         ValueError, TypeError: as `noise_multiplier`.
     """
-    target_epsilon = positive(target_epsilon=target_epsilon)
-    delta, accountant = open_fraction(delta=delta), one_of(ACCOUNTANTS, accountant=accountant)
+    return _noise_within(EpsilonTarget(target_epsilon, delta, accountant), events_of)
+
+
+def _noise_within(target: Target, events_of: Callable[[float], Sequence[Event]]) -> float:
+    """The least noise multiplier at which all events are within the target."""
     events = [event for event in events_of(1.0) if event.count]
     if not events:
         return 0.0
-    with _announced(target_epsilon, delta, accountant):
-        return _least_noise(events_of, events, target_epsilon, delta, accountant)
+    with _announced(target):
+        return _least_noise(events_of, events, target)
 
 
-def _announced(target_epsilon: float, delta: float, accountant: str) -> AbstractContextManager[object]:
+def _announced(target: Target) -> AbstractContextManager[object]:
     """RDP takes milliseconds."""
-    if accountant == "rdp":
+    if target.accountant == "rdp":
         return nullcontext()
-    message = "looking for the least noise within epsilon %g at delta %g; this takes seconds"
-    return slow_work("calibrating the noise", message, target_epsilon, delta)
+    return slow_work("calibrating the noise", "looking for the least noise within %s; this takes seconds", target)
 
 
-def _least_noise(
-    events_of: Callable[[float], Sequence[Event]],
-    events: Sequence[Event],
-    target_epsilon: float,
-    delta: float,
-    accountant: str,
-) -> float:
-    """`noise_for`, with the events at noise multiplier 1."""
+def _least_noise(events_of: Callable[[float], Sequence[Event]], events: Sequence[Event], target: Target) -> float:
+    """`_noise_within`, with the events at noise multiplier 1."""
 
     @cache
     def excess(log_noise: float, coarser: int = 1) -> float:
-        return _excess(events_of(math.exp(log_noise)), target_epsilon, delta, accountant, coarser)
+        return target.excess(events_of(math.exp(log_noise)), coarser)
 
-    mu, steps = _gaussian_mu(target_epsilon, delta), sum(event.count for event in events)
+    steps = sum(event.count for event in events)
     rate = math.sqrt(sum(event.count * event.sample_rate**2 for event in events) / steps)
-    start, step = -0.5 * math.log(math.log1p((mu / rate) ** 2 / steps)), FIRST_STEP
-    if accountant == "pld":
+    start, step = -0.5 * math.log(math.log1p((target.mu / rate) ** 2 / steps)), FIRST_STEP
+    if target.accountant == "pld":
         start, step = _start_by_coarse_grid(excess, start)
     few, enough = _bracket(excess, start, step, *NOISE_LIMITS)
     if enough is None:
         raise ValueError(
-            f"target_epsilon={target_epsilon!r} can't be reached: {accountant!r} gives more for steps={steps} at "
-            f"sample_rate={rate!r} and delta={delta!r}, however large the noise; raise target_epsilon or delta, or "
-            "take fewer steps"
+            f"{target.given} can't be reached: {target.accountant!r} gives more for steps={steps} at "
+            f"sample_rate={rate!r}{target.where}, however large the noise; raise {target.raised}, or take fewer steps"
         )
     if few is None:
         return math.exp(enough)
@@ -186,7 +181,7 @@ def affordable(
 
     @cache
     def excess(count: int, accountant: str = accountant) -> float:
-        return _excess([*spent, replace(event, count=count)], max_epsilon, delta, accountant)
+        return excess_epsilon([*spent, replace(event, count=count)], max_epsilon, delta, accountant)
 
     start = 1
     if all("rdp" in accountants_for(each) for each in (event, *spent)):
@@ -198,11 +193,6 @@ def affordable(
     if many is None or fits is None:
         return 0 if fits is None else most
     return round(_last_within(lambda x: excess(round(x)), math.exp(-many), math.exp(-fits), 0.5))
-
-
-def _excess(events: Sequence[Event], target: float, delta: float, accountant: str, coarser: int = 1) -> float:
-    """Epsilon above the target, finite so that a root finder can use it."""
-    return min(epsilon_of(events, delta=delta, accountant=accountant, coarser=coarser) - target, 1e6)
 
 
 def _start_by_coarse_grid(excess: Callable[..., float], start: float) -> tuple[float, float]:
@@ -228,16 +218,6 @@ def _start_by_coarse_grid(excess: Callable[..., float], start: float) -> tuple[f
         start, step = root, 10 * NEARBY
         shift = excess(root) - excess(root, COARSER)
     return start, step
-
-
-def _gaussian_mu(target: float, delta: float) -> float:
-    """Sensitivity over noise of the one Gaussian release that spends the target: a start (Dong et al. 2019)."""
-    from dp_accounting import gaussian_mechanism
-
-    # Where two logarithms are rounded to the same number, a difference of probabilities is 0 and its logarithm -inf,
-    # which is on the right side of the root. Which sigma that happens at depends on the processor.
-    with np.errstate(divide="ignore"):
-        return 1.0 / gaussian_mechanism.get_sigma_gaussian(min(target, MOST_TO_START_FROM), delta)
 
 
 def _bracket(

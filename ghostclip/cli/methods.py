@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
-from ghostclip.accounting import epsilon_of
+from ghostclip.accounting import Risk, epsilon_of, risk_of
 from ghostclip.bench import naive
+from ghostclip.events import Event
 from ghostclip.noise import noise_source
 from ghostclip.sampling import LogicalBatches
 from ghostclip.validate import nonnegative
@@ -80,6 +81,10 @@ class Steps:
         """What the steps taken so far spent; inf where nothing bounds it."""
         return math.inf
 
+    def risk(self) -> Risk | None:
+        """How well membership attacks can do against the steps taken so far; None where nothing bounds it."""
+        return None
+
     @property
     def generator(self) -> str:
         """Where the random numbers of noise come from, in words."""
@@ -131,6 +136,10 @@ class Ghost(Steps):
         spent = self.engine.events
         return epsilon_of(spent, delta=self.engine.target_delta, accountant=accountant)
 
+    def risk(self) -> Risk:
+        """See `Steps.risk`."""
+        return self.engine.risk()
+
     @property
     def limit(self) -> int | None:
         """See `Steps.limit`."""
@@ -180,8 +189,15 @@ class Naive(Steps):
 
     def epsilon(self, accountant: str) -> float:
         """See `Steps.epsilon`."""
-        event = replace(self._batches.event(self._sigma), count=self._charged)
-        return epsilon_of([event], delta=self._settings.delta, accountant=accountant)
+        return epsilon_of([self._event], delta=self._settings.delta, accountant=accountant)
+
+    def risk(self) -> Risk:
+        """See `Steps.risk`."""
+        return risk_of([self._event])
+
+    @property
+    def _event(self) -> Event:
+        return replace(self._batches.event(self._sigma), count=self._charged)
 
 
 def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:

@@ -31,6 +31,8 @@ def add_epsilon(parser: argparse.ArgumentParser) -> None:
     _add_accounting(parser, "which bound is the answer; both are shown (default: pld, the tighter one)")
     _add_sampling(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also write epsilon over the steps to a .png file")
+    about = "also bound attacks that guess whether an example was in the data: their advantage and true-positive rates"
+    parser.add_argument("--risk", action="store_true", help=about)
 
 
 def run_epsilon(arguments: argparse.Namespace) -> int:
@@ -49,12 +51,21 @@ def run_epsilon(arguments: argparse.Namespace) -> int:
         about = f"{arguments.sampling} sampling, neighbours: {arguments.neighboring}"
         values = {name: curve for name, (_, curve) in curves.items()}
         arguments.plot.write_bytes(epsilon_plot(marks, values, arguments.delta, None, about=about))
+    bound = accounting.risk_of([event]) if arguments.risk else None
     if arguments.json:
-        print_json({"epsilon": spent[chosen], "accountant": chosen, "epsilons": spent, **setting})
+        found = {"epsilon": spent[chosen], "accountant": chosen, "epsilons": spent, **setting}
+        print_json(found | ({} if bound is None else _risk_figures(bound)))
     else:
         lines = [f"epsilon {value:.4g} ({name.upper()})" for name, value in spent.items()]
-        print(*lines, _in_words(event, arguments.delta), sep="\n")
+        attacks = [] if bound is None else [f"membership attacks: {bound}"]
+        print(*lines, _in_words(event, arguments.delta), *attacks, sep="\n")
     return 0
+
+
+def _risk_figures(bound: accounting.Risk) -> dict[str, Any]:
+    """Advantage, and {false-positive rate: true-positive rate}."""
+    rates = {f"{rate:g}": bound.true_positive_rate(rate) for rate in accounting.FALSE_POSITIVE_RATES}
+    return {"advantage": bound.advantage, "true_positive_rates": rates}
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:

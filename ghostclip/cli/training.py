@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import GhostClipper, models
-from ghostclip.accounting import ACCOUNTANTS
+from ghostclip.accounting import ACCOUNTANTS, FALSE_POSITIVE_RATES, Risk
 from ghostclip.cli.methods import METHODS, Ghost, Settings, Steps, cross_entropy
 from ghostclip.cli.progress import bar
 from ghostclip.datasets import Data
@@ -167,7 +167,8 @@ def train(
         compilation_seconds=seen.compilation_seconds,
         generator=steps.generator if settings.noise_multiplier else "",
     )
-    return Outcome(settings, model, run, _curve(settings, marks, seen.epsilons), steps.limit)
+    curve = _curve(settings, marks, seen.epsilons, steps.risk)
+    return Outcome(settings, model, run, curve, steps.limit)
 
 
 @dataclass(frozen=True)
@@ -212,16 +213,21 @@ def _take(
         started, compiled = time.perf_counter(), seconds_compiling()
 
 
-def _curve(settings: Settings, marks: Sequence[int], epsilons: dict[str, list[float]]) -> PrivacyCurve | None:
+def _curve(
+    settings: Settings, marks: Sequence[int], epsilons: dict[str, list[float]], risk: Callable[[], Risk | None]
+) -> PrivacyCurve | None:
     """Epsilon at the marks, from nothing spent at step 0; None unless it is known and finite at all of them."""
     known = [value for values in epsilons.values() for value in values if math.isfinite(value)]
     if not known or len(known) != len(epsilons) * len(marks):
         return None
+    bound = risk()
     return PrivacyCurve(
         steps=[0, *marks],
         epsilons={name.upper(): [0.0, *values] for name, values in epsilons.items()},
         delta=settings.delta,
         target=settings.target_epsilon,
+        advantage=bound.advantage if bound else None,
+        true_positive_rates={rate: bound.true_positive_rate(rate) for rate in FALSE_POSITIVE_RATES} if bound else {},
     )
 
 

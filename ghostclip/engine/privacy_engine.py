@@ -250,11 +250,8 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
     def epsilon(self, delta: float | None = None, accountant: str = "pld") -> float:
         """The epsilon spent so far, by this engine and everything in its ledger; inf without private noise.
 
-        Args:
-            delta: of the guarantee; None: ``target_delta``.
-            accountant: "pld" or "rdp".
-
-        Raises PrivacyError if trained parameters moved outside of steps, see `accept_parameters`.
+        Without ``delta`` at ``target_delta``; ``accountant`` is "pld" or "rdp". Raises PrivacyError if trained
+        parameters moved outside of steps, see `accept_parameters`.
         """
         return self._spending.epsilon(self._delta(delta), accountant)
 
@@ -267,14 +264,17 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
     def guarantee(self, delta: float | None = None, accountant: str = "pld") -> str:
         """The guarantee in words: epsilon, delta, sampling, noise, its generator, neighbouring data; see `epsilon`."""
         found = accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
-        source = self._snapshots.noise.generator_for(self.model)
-        return f"{found} Its noise comes from {source}." if self.steps_taken else found
+        source, bound = self._snapshots.noise.generator_for(self.model), accounting.risk_of(self.events)
+        return f"{found} Its noise comes from {source}. Membership attacks: {bound}." if self.steps_taken else found
+
+    def risk(self, delta: float | None = None) -> accounting.Risk:
+        """Bounds for attacks on one example's membership, by all that `epsilon` counts; its epsilon is at ``delta``."""
+        return accounting.risk_of(self.events, delta=self._delta(delta))
 
     def accept_parameters(self) -> None:
         """Accepts trained parameters that were changed by no private data, such as a loaded state dict.
 
-        Raises:
-            PrivacyError: a logical batch is unfinished, or parameters were replaced or changed their type.
+        Raises PrivacyError where a logical batch is unfinished, or parameters were replaced or changed their type.
         """
         self._steps.check_between("engine.accept_parameters()")
         self._steps.updates.check_model()

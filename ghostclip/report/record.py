@@ -93,6 +93,8 @@ class PrivacyCurve:
         epsilons: {accountant: S epsilons at ``delta``, one after each number of steps}.
         delta: of the guarantee.
         target: the epsilon that noise was calibrated to; None for noise that was given.
+        advantage: the largest one of a membership attack on the model, `ghostclip.accounting.Risk`; None: not known.
+        true_positive_rates: {false-positive rate: the largest true-positive rate of such an attack}.
         forecast_steps, forecasts: like ``steps`` and ``epsilons``, from the last step on, if training goes on with the
             same settings; empty: not known.
     """
@@ -101,6 +103,8 @@ class PrivacyCurve:
     epsilons: Mapping[str, Sequence[float]]
     delta: float
     target: float | None = None
+    advantage: float | None = None
+    true_positive_rates: Mapping[float, float] = field(default_factory=dict)
     forecast_steps: Sequence[int] = ()
     forecasts: Mapping[str, Sequence[float]] = field(default_factory=dict)
 

@@ -1,7 +1,7 @@
 """ghostclip epsilon and calibrate with every sampling scheme; the curve as a plot, and the forecast of a report."""
 
 import pytest
-from commands import as_json
+from commands import as_json, ran
 
 from ghostclip import accounting
 from ghostclip.cli.methods import Settings
@@ -34,6 +34,18 @@ def test_every_kind_of_sampling_is_accounting_s(capsys, arguments, options):
     assert set(found["epsilons"]) == ({"pld", "rdp"} if both else {"pld"})
     assert found["epsilons"]["pld"] == found["epsilon"]
     assert not both or float(found["epsilons"]["rdp"]) == accounting.epsilon(**setting, accountant="rdp")
+
+
+def test_risk_bounds_membership_attacks(capsys):
+    setting = {"noise_multiplier": 4.0, "sample_rate": 0.1, "steps": 20}
+    bound = accounting.risk(**setting)
+    found = as_json(capsys, "epsilon", *NOISE, *COUNTED, "--risk")
+    assert found["advantage"] == bound.advantage
+    assert found["true_positive_rates"] == {
+        name: bound.true_positive_rate(float(name)) for name in ("0.001", "0.01", "0.1")
+    }
+    assert ran(capsys, "epsilon", *NOISE, *COUNTED, "--risk").splitlines()[-1] == f"membership attacks: {bound}"
+    assert "advantage" not in as_json(capsys, "epsilon", *NOISE, *COUNTED)
 
 
 def settings(**changes) -> Settings:

@@ -179,6 +179,16 @@ def test_the_share_of_right_guesses_is_that_of_the_mechanism_that_gives_most_awa
     assert found.factor == math.exp(epsilon)
 
 
+def test_bounds_for_attacks_are_shown_where_they_are_known(folder, tmp_path):
+    curve = replace(RECORD.privacy, advantage=0.7654, true_positive_rates={0.001: 0.0321, 0.1: 0.8765})
+    page = report.write(replace(RECORD, privacy=curve), tmp_path).read_text()
+    assert "the attacker's advantage, is at most 0.765." in page
+    assert [["false positives", "true positives, at most"], ["0.1%", "3.21%"], ["10%", "87.65%"]] in tables(page)
+    found = json.loads((tmp_path / "report.json").read_text())["privacy"]
+    assert (found["advantage"], found["true_positive_rates"]) == (0.7654, {"0.001": 0.0321, "0.1": 0.8765})
+    assert "advantage" not in (folder / "index.html").read_text()
+
+
 def test_an_infinite_epsilon_has_no_meaning():
     groups = [report.RunGroup([replace(PRIVATE, epsilons={"PLD": epsilon})]) for epsilon in (math.inf, 1e5)]
     assert report._meanings(groups, 1e-5) == []
