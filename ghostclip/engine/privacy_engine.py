@@ -21,6 +21,7 @@ from ghostclip.engine.earlier_engines import how_to_count, warn_of_earlier
 from ghostclip.engine.fixed import FixedOnceBuilt
 from ghostclip.engine.loss_scaling import LossScaling
 from ghostclip.engine.micro_batching import micro_batches_of, physical_limit
+from ghostclip.engine.model_card import add_guarantee, new_card
 from ghostclip.engine.old_names import OpacusNames
 from ghostclip.engine.optimizers import check_optimizer, unwrapped
 from ghostclip.engine.release import Release, refuse_second_engine
@@ -270,6 +271,17 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
     def risk(self, delta: float | None = None) -> accounting.Risk:
         """Bounds for attacks on one example's membership, by all that `epsilon` counts; its epsilon is at ``delta``."""
         return accounting.risk_of(self.events, delta=self._delta(delta))
+
+    def model_card(self, card: Any = None) -> Any:
+        """A huggingface_hub ModelCard (metadata and text) that states the guarantee and what it doesn't cover.
+
+        Args:
+            card: a ModelCard to add this to; None: a new one.
+
+        Nothing in it depends on which examples were drawn. Raises as `epsilon`, and ModuleNotFoundError without
+        huggingface_hub.
+        """
+        return add_guarantee(new_card(self) if card is None else card, self, self._spending.unit)
 
     def accept_parameters(self) -> None:
         """Accepts trained parameters that were changed by no private data, such as a loaded state dict.

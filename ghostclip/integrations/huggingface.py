@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from huggingface_hub import ModelCard
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -28,7 +29,6 @@ from ghostclip.integrations.huggingface_loop import (
     Collated,
     Hooks,
     LogicalSteps,
-    card_section,
     for_the_loop,
     is_whole,
 )
@@ -240,13 +240,11 @@ class PrivateTrainer(Trainer):
         super().log(logs, *others, **options)
 
     def create_model_card(self, *others: Any, **options: Any) -> None:
-        """Writes Trainer's model card with a section that states the guarantee."""
+        """Writes Trainer's model card with what `PrivacyEngine.model_card` says, in its metadata and its text."""
         super().create_model_card(*others, **options)
         if self.engine is not None and self.is_world_process_zero():
-            card = Path(str(self.args.output_dir), "README.md")
-            card.write_text(
-                f"{card.read_text(encoding='utf-8').rstrip()}\n\n{card_section(self.engine)}", encoding="utf-8"
-            )
+            place = Path(str(self.args.output_dir), "README.md")
+            self.engine.model_card(ModelCard.load(place)).save(place)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
         """Raises PrivacyError: choosing among trainings spends more privacy than each of them."""

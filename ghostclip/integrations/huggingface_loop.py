@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ghostclip.engine import PrivacyEngine
 from ghostclip.sampling import LogicalBatch
 
 if TYPE_CHECKING:
     from ghostclip.integrations.huggingface import PrivateTrainer
 
-__all__ = ["STATE", "Collated", "Hooks", "LogicalSteps", "card_section", "for_the_loop", "is_whole"]
+__all__ = ["STATE", "Collated", "Hooks", "LogicalSteps", "for_the_loop", "is_whole"]
 
 # Within a checkpoint of Trainer: the folder of `PrivacyEngine.save`, and the file that Trainer writes last.
 STATE, LAST = "privacy", "trainer_state.json"
@@ -105,15 +104,3 @@ def is_whole(checkpoint: Path) -> bool:
     except (OSError, ValueError):
         return False
     return (checkpoint / STATE).is_dir()
-
-
-def card_section(engine: PrivacyEngine) -> str:
-    """The section of a model card that states the guarantee."""
-    return (
-        "## Differential privacy\n\n"
-        f"Trained with DP-SGD by GhostClip. The guarantee for the training data: {engine.guarantee()}\n\n"
-        f"- clipping: {engine.clipping!r}\n"
-        f"- noise multiplier: {engine.noise_multiplier:.6g}\n"
-        f"- expected number of examples in a batch: {engine.batch_size}\n"
-        "- not covered: the choice of hyperparameters, and metrics of the evaluation data that training followed\n"
-    )

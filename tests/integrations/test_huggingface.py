@@ -196,12 +196,17 @@ def test_max_grad_norm_is_overridden_with_a_log_line(tmp_path, caplog):
 
 
 def test_the_model_card_states_the_guarantee(tmp_path):
-    subject = trainer(tmp_path, privacy=PrivacyArguments(noise_multiplier=2.0, target_delta=1e-2, clipping=0.25))
+    privacy = PrivacyArguments(noise_multiplier=2.0, target_delta=1e-2, clipping=0.25, log_private_loss=True)
+    subject = trainer(tmp_path, privacy=privacy)
     subject.train()
     subject.create_model_card(model_name="tiny")
     card = (tmp_path / "README.md").read_text()
     assert subject.engine.guarantee() in card
     assert "Flat(max_norm=0.25)" in card
+    found = huggingface_hub.ModelCard(card).data
+    assert found["differential_privacy"]["epsilon"] == subject.engine.epsilon()
+    assert {"generated_from_trainer", "differential-privacy"} <= set(found.tags)
+    assert "private_loss" not in card
 
 
 def test_a_saved_model_is_a_plain_one(tmp_path):
