@@ -117,7 +117,9 @@ class Planner:
             room: bytes that kept gradients may take; None for no more than what they replace.
             exact: in no form that may cancel, which on a GPU would become NaN.
         """
-        answer, choice = self._exact_answer(term) if exact else self._answer(term, keep, room)
+        answer, choice = (None, SOLE) if exact else (term.closed_form(keep), SOLE)
+        if answer is None:
+            answer, choice = self._exact_answer(term) if exact else self._chosen_answer(term, keep, room)
         # Materialised gradients are summed as they were measured.
         if answer.kept is None and answer.absolute is None:
             answer.absolute = term.absolute()
@@ -127,10 +129,8 @@ class Planner:
         squared = term.exact_squared_norms()
         return (NormResult(squared), EXACT) if squared is not None else self._direct.answer(term, False)
 
-    def _answer(self, term: PerExampleGrads, keep: bool, room: int | None) -> tuple[NormResult, StrategyChoice]:
-        answer = term.closed_form(keep)
-        if answer is not None:
-            return answer, SOLE
+    def _chosen_answer(self, term: PerExampleGrads, keep: bool, room: int | None) -> tuple[NormResult, StrategyChoice]:
+        """That of the candidate chosen for terms of this key."""
         if term.examples == 0:
             return next(iter(term.candidates().values())).run(term), EMPTY
         may_keep = keep and kept_bytes(term) <= (term.nbytes if room is None else room)

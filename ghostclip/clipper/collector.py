@@ -93,7 +93,7 @@ class TermReceiver(ABC):
                     return
             # The largest parameter first: the tensors that its term keeps are there for the smaller ones. One term at a
             # time: what it made for itself is freed before the next.
-            for name in sorted(parts, key=lambda name: -call.owners[name].numel()):
+            for _, name in sorted([(-call.owners[name].numel(), name) for name in parts]):
                 term = call.term(name, inputs, grad)
                 self._take(call, name, parts[name], term if folded is None else regrouped(term, *folded))
 
@@ -171,7 +171,7 @@ class NormCollector(TermReceiver):
         self._measured: list[SquaredNorms] = []
         # What is computed again in order not to be kept is not kept here, either.
         self._not_kept = set[int]()
-        if keep is not Keep.MATERIALISED and any(call.has_saved_tensor_hooks for call in layout.calls):
+        if keep is not Keep.MATERIALISED and any([call.has_saved_tensor_hooks for call in layout.calls]):
             again = [call for call in layout.calls if call.has_saved_tensor_hooks or call.rows]
             self._not_kept = {owner for call in again for owner in owners_of(call)}
         self._waiting: dict[Part, list[PerExampleGrads]] = {}
@@ -242,7 +242,9 @@ class NormCollector(TermReceiver):
             term = Dense(answer.kept)
         else:
             held |= own
-        if self._keep is Keep.ALL or isinstance(term, Dense):
+        if self._keep is Keep.ALL:
+            self.kept[part,] = term
+        elif isinstance(term, Dense):
             self.kept[part,] = term
             self._room -= term.nbytes
 
@@ -346,7 +348,7 @@ def owners_of(call: LayerCall) -> list[int]:
 def overlapping_parts(calls: Sequence[LayerCall]) -> set[int]:
     """Ids of parameters that were used by parts which overlap without being the same."""
     used: dict[int, set[tuple[int, int] | None]] = {}
-    if all(not call.rows for call in calls):
+    if not any([call.rows for call in calls]):
         return set()
     for call in calls:
         for name in call.parameters:

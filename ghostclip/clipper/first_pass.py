@@ -139,7 +139,7 @@ class FirstPasses:
             uses = replace(uses, hooked=True) if hooked and not uses.hooked else uses
             trained = self.trained()
             # What checkpointing computes again in order not to keep it isn't held here, either.
-            again = any(call.has_saved_tensor_hooks for call in uses.calls)
+            again = any([call.has_saved_tensor_hooks for call in uses.calls])
             layout = self._layouts.lay_out(
                 losses, uses, self.index, forward=self._forward(losses), indices=self._indices, anew=anew,
                 hold=not again and self._keep_of(keep, uses.calls) is Keep.ALL,

@@ -39,11 +39,10 @@ class Movements:
 
     def moved(self, uses: Uses, examples: int) -> bool:
         """Whether some operation moves the examples in this batch."""
-        return any(_moves(uses.nodes[place], dim, examples) for place, dim in self.indexed) or any(
-            _unit(_shape(uses.nodes[place].next_functions[0]), before, examples)
-            != _unit(_shape((uses.nodes[place], 0)), after, examples)
-            for place, before, after in self.views
-        )
+        views = [(uses.nodes[place], before, after) for place, before, after in self.views]
+        if any([_unit(n.next_functions[0], old, examples) != _unit((n, 0), new, examples) for n, old, new in views]):
+            return True
+        return any([_moves(uses.nodes[place], dim, examples) for place, dim in self.indexed])
 
 
 def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Collection[Any] = ()) -> Movements | None:
@@ -143,8 +142,9 @@ def _dims_from_last(edges: Iterable[Edge], owned: Mapping[Edge, Owned]) -> set[i
     return {dim - len(_shape(edge)) for edge in edges if (dim := _dim(edge, owned)) is not None}
 
 
-def _unit(shape: torch.Size, rows: Rows, examples: int) -> int | None:
+def _unit(edge: Edge, rows: Rows, examples: int) -> int | None:
     """How many numbers in a row, as they lie in order, belong to one example; None where that can't be said."""
+    shape = _shape(edge)
     if rows.dim >= len(shape) or shape[rows.dim] % examples:
         return None
     return shape[rows.dim + 1 :].numel() * (shape[rows.dim] // examples if rows.order == "example" else 1)

@@ -83,17 +83,18 @@ class ParameterNames:
         """
         found = []
         for call in calls:
-            owners = {name: id(call.owners[name]) for name in call.parameters}
-            if call.values and [*owners.values()] != list(map(id, call.values)):
+            owners = [*map(id, map(call.owners.__getitem__, call.parameters))]
+            if call.values and owners != [*map(id, call.values)]:
                 raise UnsupportedModelError(
                     f"{self.layer(call)} was given other tensors in the place of its parameters (as by "
                     "torch.func.functional_call), or these were exchanged since; call the module that has them, or "
                     "compute a weight from others by torch.nn.utils.parametrize",
                     name=self.layer(call), place=call,
                 )  # fmt: skip
-            if id(call.layer) not in self.layers or not self.names.keys() >= set(owners.values()):
+            call.own = call.parameters
+            if id(call.layer) not in self.layers or not self.names.keys() >= {*owners}:
                 self.refresh()
-            call.own = [name for name, owner in owners.items() if owner in self.names]
+                call.own = [name for name in call.parameters if id(call.owners[name]) in self.names]
             if call.own:
                 found.append(call)
         return found

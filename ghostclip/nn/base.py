@@ -119,7 +119,8 @@ class LayerCall:
 
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         """The per-example gradients of ``name`` by the layer's rule; a plain tensor [B, *shape] is taken as is."""
-        found, shape = self.layer.per_example(name, self, inputs, grad), self._shape_of(name)
+        found: Any = self.layer.per_example(name, self, inputs, grad)
+        shape = self._shape_of(name) if name in self.rows else self.owners[name].shape
         # Asked the other way round an abstract class would be, which takes longer.
         if isinstance(found, Tensor):
             if found.shape == (self.shape[self.batch_dim], *shape):
@@ -135,12 +136,9 @@ class LayerCall:
         )
 
     def _shape_of(self, name: str) -> torch.Size:
-        """The shape of the parameter, or of the part that was used."""
-        shape: torch.Size = self.owners[name].shape
-        if name not in self.rows:
-            return shape
+        """The shape of the part of a parameter that was used."""
         start, stop = self.rows[name]
-        return torch.Size((stop - start, *shape[1:]))
+        return torch.Size((stop - start, *self.owners[name].shape[1:]))
 
 
 class _Capture(torch.autograd.Function):
