@@ -272,8 +272,8 @@ CLIPPING = [
     Mutant(
         "norms that are to be exact may cancel",
         "ghostclip/planner.py",
-        "if exact else self._answer",
-        "if False else self._answer",
+        "answer, choice = self._exact_answer(term) if exact else",
+        "answer, choice = self._exact_answer(term) if False else",
         ("tests/clipper/test_host_sync.py",),
     ),
     Mutant(
@@ -1209,6 +1209,20 @@ COMPILED = [
         KEYS,
     ),
     Mutant(
+        "every kind of batch has a graph at once",
+        "ghostclip/compiled/clip.py",
+        "self._came[key] < ENOUGH",
+        "False",
+        ("tests/clipper/test_compiled.py", "-k", "another_one_every_time"),
+    ),
+    Mutant(
+        "graphs are made for three standard deviations more than expected alone",
+        "ghostclip/compiled/signature.py",
+        "return top - (top - examples) // step * step",
+        "return max(top, examples)",
+        ("tests/clipper/test_compiled.py", "-k", "padding_in_the_mean"),
+    ),
+    Mutant(
         "a refusal to compile is forgotten",
         "ghostclip/compiled/clip.py",
         "return self._failures >= MOST_FAILURES",
@@ -2020,7 +2034,7 @@ OWNED = [
     Mutant(
         "other parameters in the place of a layer's own are taken for them",
         "ghostclip/graph/parameter_names.py",
-        "if call.values and [*owners.values()] != list(map(id, call.values)):",
+        "if call.values and owners != [*map(id, call.values)]:",
         "if False:",
         ("tests/laws/test_law_of_norms.py", "tests/clipper/test_computed_weights.py", "-k", "functional"),
     ),
@@ -3022,8 +3036,8 @@ BY_MARKS = [
     Mutant(
         "indices are not looked at",
         MOVES,
-        "any(_moves(uses.nodes[place], dim, examples) for place, dim in self.indexed)",
-        "False",
+        "[_moves(uses.nodes[place], dim, examples) for place, dim in self.indexed]",
+        "[]",
         (*TRAPPED, "index_permutes"),
     ),
     Mutant(
@@ -3050,8 +3064,8 @@ BY_MARKS = [
     Mutant(
         "reshapes of another size are not looked at",
         MOVES,
-        "            for place, before, after in self.views\n",
-        "            for place, before, after in ()\n",
+        "for place, before, after in self.views]\n",
+        "for place, before, after in ()]\n",
         (*TRAPPED, "reshape"),
     ),
     Mutant(

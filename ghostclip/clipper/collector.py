@@ -6,6 +6,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ class NormCollector(TermReceiver):
         self._measured: list[SquaredNorms] = []
         # What is computed again in order not to be kept is not kept here, either.
         self._not_kept = set[int]()
-        if keep is not Keep.MATERIALISED and any([call.has_saved_tensor_hooks for call in layout.calls]):
+        if keep is not Keep.MATERIALISED and any(map(attrgetter("has_saved_tensor_hooks"), layout.calls)):
             again = [call for call in layout.calls if call.has_saved_tensor_hooks or call.rows]
             self._not_kept = {owner for call in again for owner in owners_of(call)}
         self._waiting: dict[Part, list[PerExampleGrads]] = {}
@@ -348,7 +349,7 @@ def owners_of(call: LayerCall) -> list[int]:
 def overlapping_parts(calls: Sequence[LayerCall]) -> set[int]:
     """Ids of parameters that were used by parts which overlap without being the same."""
     used: dict[int, set[tuple[int, int] | None]] = {}
-    if not any([call.rows for call in calls]):
+    if not any(map(attrgetter("rows"), calls)):
         return set()
     for call in calls:
         for name in call.parameters:

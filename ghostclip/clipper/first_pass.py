@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ class FirstPasses:
             uses = replace(uses, hooked=True) if hooked and not uses.hooked else uses
             trained = self.trained()
             # What checkpointing computes again in order not to keep it isn't held here, either.
-            again = any([call.has_saved_tensor_hooks for call in uses.calls])
+            again = any(map(attrgetter("has_saved_tensor_hooks"), uses.calls))
             layout = self._layouts.lay_out(
                 losses, uses, self.index, forward=self._forward(losses), indices=self._indices, anew=anew,
                 hold=not again and self._keep_of(keep, uses.calls) is Keep.ALL,

@@ -31,8 +31,12 @@ from ghostclip.norms.precision import is_narrow
 __all__ = ["TRIALS", "CompiledClip", "GraphPlan", "LossFunction"]
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
-# Graphs are made for so many keys; who needs more passes a function that is another one every time.
+# Graphs are made for so many keys.
 MOST_GRAPHS = 16
+# Once there is a graph, further ones are made for keys of which so many batches came.
+ENOUGH = 3
+# So many keys are counted. Who has more passes a function that is another one every time, or texts of any length.
+MOST_KEYS = 256
 # After so many batches in a row to which a graph gave no result, it is made anew.
 MOST_WITHOUT_RESULT = 4
 # Of so many batches one isn't run by a graph.
@@ -114,6 +118,7 @@ class CompiledClip:
     refusals: list[str] = field(default_factory=list)
     _plans: dict[tuple, GraphPlan] = field(default_factory=dict)
     _kept_rows: dict[tuple, Tensor] = field(default_factory=dict)
+    _came: dict[tuple, int] = field(default_factory=dict)
     _failures: int = 0
     _replaced: set[tuple] = field(default_factory=set)
 
@@ -134,7 +139,7 @@ class CompiledClip:
             result = self.eager(loss_fn, batch)
             # The forward may have made something that the model keeps.
             asked = replace(asked, key=(*asked.key[:-1], self.state.key()))
-            known = asked.key in self._plans or self.passes.is_open or self.gave_up
+            known = asked.key in self._plans or self.passes.is_open or self.gave_up or self._comes_seldom(asked.key)
             if not known and self._may_have_another() and (made := self._attempt(loss_fn, asked)) is not None:
                 self._plans[asked.key] = made
             return result
@@ -200,13 +205,22 @@ class CompiledClip:
         """Whether no other batch is tried, after several of which no graph could be made."""
         return self._failures >= MOST_FAILURES
 
+    def _comes_seldom(self, key: tuple) -> bool:
+        """Counts a batch without a graph, and says whether it is left without one, since too few like it came."""
+        if len(self._came) == MOST_KEYS and key not in self._came:
+            self.refuse(
+                f"batches of {MOST_KEYS} kinds came, most of them less than {ENOUGH} times: the loss function closes "
+                "over a value, or the model is in a state, that is another one at every step, or texts have many "
+                "lengths (pad them to few)"
+            )
+            self._came.clear()
+        self._came[key] = self._came.get(key, 0) + 1
+        return self.graphs > 0 and self._came[key] < ENOUGH
+
     def _may_have_another(self) -> bool:
         """Whether there may be one more graph; says so when that is the last."""
         if len(self._plans) == MOST_GRAPHS - 1:
-            self.refuse(
-                f"{MOST_GRAPHS} graphs were made, so no more will be: the loss function closes over a value, "
-                "or the model is in a state, that is another one at every step"
-            )
+            self.refuse(f"graphs for {MOST_GRAPHS} sizes or shapes of batches were made, so no more will be")
         return len(self._plans) < MOST_GRAPHS
 
     def keep_rows(self, asked: CompileRequest) -> Tensor:

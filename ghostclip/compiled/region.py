@@ -11,6 +11,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Region:
             if not self._on_cuda:
                 # With channels last in between, norms would be read crosswise (a CNN's step: 1.18 of this one).
                 settings["layout_optimization"] = False
-            with config.patch(settings):
+            with config.patch(settings), _cached():
                 given: list[Any] = [tensor.detach() for tensor in inputs]
                 self._run: Any = _in_place(graph, given, lasting) if self._on_cuda else inductor.compile(graph, given)
                 self(*inputs)
@@ -67,6 +68,18 @@ class Region:
                 torch.compiler.cudagraph_mark_step_begin()
                 return tuple(output.clone() for output in self._run(*inputs))
             return self._run(*inputs)
+
+
+def _cached() -> AbstractContextManager[Any]:
+    """Inside, inductor takes compiled code from its cache on disk, where an earlier process left it.
+
+    It looks there only where sizes could be symbols, which none here is.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)))
 
 
 def _in_place(graph: GraphModule, inputs: Sequence[Tensor], lasting: int) -> Any:

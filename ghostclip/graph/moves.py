@@ -40,9 +40,12 @@ class Movements:
     def moved(self, uses: Uses, examples: int) -> bool:
         """Whether some operation moves the examples in this batch."""
         views = [(uses.nodes[place], before, after) for place, before, after in self.views]
-        if any([_unit(n.next_functions[0], old, examples) != _unit((n, 0), new, examples) for n, old, new in views]):
-            return True
-        return any([_moves(uses.nodes[place], dim, examples) for place, dim in self.indexed])
+        moved = [
+            _unit(node.next_functions[0], before, examples) != _unit((node, 0), after, examples)
+            for node, before, after in views
+        ]
+        moved += [_moves(uses.nodes[place], dim, examples) for place, dim in self.indexed]
+        return any(moved)
 
 
 def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Collection[Any] = ()) -> Movements | None:

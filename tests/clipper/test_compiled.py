@@ -7,6 +7,7 @@ import torch
 from cases import CASES
 from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, truth, typical_norm
 from graphs import interpret
+from scipy.stats import binom
 from torch.utils._pytree import tree_leaves
 
 import ghostclip
@@ -14,6 +15,7 @@ from ghostclip.clipper.cutting import leaves_of
 from ghostclip.clipping import Automatic, Custom, Grouped, PerLayer
 from ghostclip.compiled import clip as compiling
 from ghostclip.compiled import trial
+from ghostclip.compiled.signature import capacity_for
 
 
 @pytest.fixture
@@ -102,11 +104,11 @@ def test_every_case_as_a_graph(row, policy):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("policy", [0.5, Automatic(0.5), PerLayer(0.5), Grouped({"all": ["*"]}, max_norm=0.5)], ids=str)
-def test_padded_batches_of_all_sizes_share_one_graph(policy):
+def test_padded_batches_share_one_graph(policy):
     model, plain = classifier().double(), classifier().double()
     clipper, reference = ghostclip.GhostClipper(model, policy), ghostclip.GhostClipper(plain, policy)
-    clipper.compile(expected=8)
-    for size in (8, 5, 13, 1, 0, 16, 9):
+    clipper.compile(expected=32)
+    for size in (32, 35, 37, 1, 0, 33, 36):
         x, y = batch_of(size, seed=size)
         found = clipper.clip(losses_of, (x.double(), y))
         expected = reference.clip(losses_of, (x.double(), y))
@@ -219,14 +221,28 @@ def test_a_step_that_eager_does_faster_is_left_to_it(monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_loss_that_is_another_one_every_time_is_not_compiled_for_ever(monkeypatch):
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_loss_that_is_another_one_every_time_is_not_compiled_for_ever(times, monkeypatch):
     monkeypatch.setattr(compiling, "MOST_GRAPHS", 3)
-    model = classifier()
-    clipper = ghostclip.GhostClipper(model, 1.0, compile=True)
-    for step in range(compiling.MOST_GRAPHS + 3):
-        clipper.clip(lambda m, b, scale=1.0 / (step + 1): losses_of(m, b) * scale, batch_of(8))
-    assert clipper.compiled.graphs == compiling.MOST_GRAPHS
-    assert ["so no more will be" in reason for reason in clipper.compiled.refusals] == [True]
+    monkeypatch.setattr(compiling, "MOST_KEYS", 6)
+    clipper = ghostclip.GhostClipper(classifier(), 1.0, compile=True)
+    for step in range(8 * times):
+        clipper.clip(lambda m, b, scale=1.0 / (step // times + 1): losses_of(m, b) * scale, batch_of(8))
+    graphs, reason = (1, "most of them less than 3 times") if times == 1 else (3, "so no more will be")
+    assert clipper.compiled.graphs == graphs
+    assert reason in clipper.compiled.refusals[0]
+
+
+@pytest.mark.parametrize("expected", [4, 8, 16, 32, 64, 128, 256, 1024])
+def test_a_tenth_of_the_rows_is_padding_in_the_mean(expected):
+    sample = binom(20 * expected, 0.05)
+    sizes = range(1, 3 * expected)
+    rows = [capacity_for(size, expected) for size in sizes]
+    assert all(more >= size for more, size in zip(rows, sizes, strict=True))
+    chances = sample.pmf(sizes)
+    assert chances @ rows <= 1.1 * expected
+    assert len({more for more, chance in zip(rows, chances, strict=True) if chance > 1e-3}) <= 11
+    assert capacity_for(expected, expected, largest=expected) == expected
 
 
 @pytest.mark.usefixtures("interpreted")
