@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers")
+huggingface_hub = pytest.importorskip("huggingface_hub")
 pytest.importorskip("accelerate")
 
 from tiny_trainers import (  # noqa: E402
