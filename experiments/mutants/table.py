@@ -2742,15 +2742,15 @@ BY_MARKS = [
     Mutant(
         "inputs of blocks that are computed again are held",
         FIRST,
-        "hold=not again and self._keep_of",
+        "hold=not recomputed and self._keep_of",
         "hold=self._keep_of",
         ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(
         "gradients are held whatever may be kept",
         FIRST,
-        "hold=not again and self._keep_of(keep, uses.calls) is Keep.ALL",
-        "hold=not again",
+        "hold=not recomputed and self._keep_of(keep, uses.calls) is Keep.ALL",
+        "hold=not recomputed",
         ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(
@@ -2826,7 +2826,7 @@ BY_MARKS = [
     Mutant(
         "owners are not held against another backward",
         MARKED,
-        "        again = way.drawn(losses, sizes)[None]\n",
+        "        again = scheme.drawn(losses, sizes)[None]\n",
         "        again = marks[:1]\n",
         (*PARTS, "equal_parts"),
     ),
@@ -2966,8 +2966,8 @@ BY_MARKS = [
     Mutant(
         "what was stored for one layer's rows is another one's order",
         LAID_OUT,
-        "            folded[id(call)] = count, own.order\n",
-        '            folded[id(call)] = count, "example"\n',
+        "            regrouping[id(call)] = count, own.order\n",
+        '            regrouping[id(call)] = count, "example"\n',
         (*EXACT, "difficult and flattened"),
     ),
     Mutant(
@@ -3183,8 +3183,8 @@ BY_MARKS = [
     Mutant(
         "the alarm's marks go above one",
         ALARMED,
-        "ALARM = Marks(levels=16, lowest=-15)",
-        "ALARM = Marks(levels=16, lowest=-1)",
+        "ALARM = MarkScheme(levels=16, lowest=-15)",
+        "ALARM = MarkScheme(levels=16, lowest=-1)",
         (*PARTS, "never_above_one"),
     ),
     Mutant(

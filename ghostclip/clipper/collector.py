@@ -85,9 +85,9 @@ class TermReceiver(ABC):
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
         # Saved inputs still know their history; what is held must not keep that part of the graph alive.
         inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
-        parts, folded = self._parts[id(call)], self.layout.folded.get(id(call))
+        parts, regrouping = self._parts[id(call)], self.layout.regrouping.get(id(call))
         with full_precision(grad.device):
-            if folded is None and self.takes_pairs and self._may_pair(call, parts):
+            if regrouping is None and self.takes_pairs and self._may_pair(call, parts):
                 pair = call.linear_pair(inputs, grad)
                 if pair is not None:
                     self._take_pair([parts[name] for name in pair.names], pair)
@@ -96,7 +96,7 @@ class TermReceiver(ABC):
             # time: what it made for itself is freed before the next.
             for _, name in sorted([(-call.owners[name].numel(), name) for name in parts]):
                 term = call.term(name, inputs, grad)
-                self._take(call, name, parts[name], term if folded is None else regrouped(term, *folded))
+                self._take(call, name, parts[name], term if regrouping is None else regrouped(term, *regrouping))
 
     def _may_pair(self, call: LayerCall, parts: Mapping[str, Part]) -> bool:
         """Whether all parameters of the call are wanted, whole, and have this one use: one term may answer for them."""

@@ -140,10 +140,10 @@ class FirstPasses:
             uses = replace(uses, hooked=True) if hooked and not uses.hooked else uses
             trained = self.trained()
             # What checkpointing computes again in order not to keep it isn't held here, either.
-            again = any(map(attrgetter("has_saved_tensor_hooks"), uses.calls))
+            recomputed = any(map(attrgetter("has_saved_tensor_hooks"), uses.calls))
             layout = self._layouts.lay_out(
                 losses, uses, self.index, forward=self._forward(losses), indices=self._indices, anew=anew,
-                hold=not again and self._keep_of(keep, uses.calls) is Keep.ALL,
+                hold=not recomputed and self._keep_of(keep, uses.calls) is Keep.ALL,
             )  # fmt: skip
             self.is_open = not layout.stored
             chosen, keep = keep is Keep.CHOSEN, self._keep_of(keep, layout.calls)
@@ -154,8 +154,8 @@ class FirstPasses:
                 keep=keep, room=self._room_for_small(layout.calls) if small else 0, exact=exact,
             )  # fmt: skip
             collector.structure, collector.marks = uses.structure, marks
-            collector.random_states = random_states() if again and not is_traced() else None
-            collector.holds_graph = retain_graph or (chosen and (small or again))
+            collector.random_states = random_states() if recomputed and not is_traced() else None
+            collector.holds_graph = retain_graph or (chosen and (small or recomputed))
             if marks is not None and small:
                 collector.note_rows()
             if not self._run(collector):

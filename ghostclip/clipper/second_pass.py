@@ -22,7 +22,7 @@ from ghostclip.clipping import Groupwise
 from ghostclip.errors import RowsMovedError
 from ghostclip.graph.alarm import figures
 from ghostclip.graph.layouts import MOVED
-from ghostclip.graph.marks import Marks, compared, numbers
+from ghostclip.graph.marks import MarkScheme, compared, numbers
 from ghostclip.graph.reader import first_pass, free_graph
 from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall, Part
@@ -35,7 +35,7 @@ from ghostclip.sharding.plain import Add
 
 __all__ = ["Add", "ParameterSums", "Reweighting", "TwoPasses"]
 
-MARKS = Marks()
+MARKS = MarkScheme()
 
 
 class ParameterSums:

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ghostclip.graph.marks import Marks
+from ghostclip.graph.marks import MarkScheme
 
 __all__ = ["ALARM", "CERTAIN", "SUSPICIOUS", "figures", "rings"]
 
-ALARM = Marks(levels=16, lowest=-15)
+ALARM = MarkScheme(levels=16, lowest=-15)
 # By how many standard deviations ranks of norms and marks may be correlated by chance: once in a million honest
 # batches where the batch can be tried again, and once in a billion where it is refused.
 SUSPICIOUS, CERTAIN = 4.75, 6.0

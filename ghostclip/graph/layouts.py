@@ -231,7 +231,7 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
         if found is None:
             found = measuring.whole(batch, every_tensor=may_store, hold=hold)
             _remember(structure, batch, found, may_store)
-        check_calls(uses, found.owned, found.tables, batch.indices, batch.names)
+        check_calls(uses, found.owned, found.shared_calls, batch.indices, batch.names)
     except (LossShapeError, UnsupportedModelError):
         structure.layout = structure.shared = None
         structure.always = True
@@ -253,7 +253,7 @@ def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: b
         structure.shared = KnownShared.of(uses, owned, region)
     boundaries = () if region is None else region.boundaries
     subjects: list[Subject] = [*uses.calls, *(boundary.edge for boundary in boundaries)]
-    seen = [owned[subject] for subject in subjects if not (owned[subject].zero or subject in found.tables)]
+    seen = [owned[subject] for subject in subjects if not (owned[subject].zero or subject in found.shared_calls)]
     before, structure.layout = structure.layout, None
     if not may_store:
         return
@@ -264,14 +264,17 @@ def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: b
     at = {subject: each for subject, each in owned.items() if not isinstance(subject, LayerCall)}
     at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
     moves = movements(uses, at, examples, () if region is None else region.shared)
-    unseen = any(owned[call].zero for call in found.tables) or not (region is None or region.shown)
+    unseen = any(owned[call].zero for call in found.shared_calls) or not (region is None or region.shown)
     if unseen or moves is None or moves.moved(uses, examples):
         return
     if any(not each.shown or each.unclear for each in seen):
         return
     structure.unsettled = False
     structure.layout = _Layout(
-        [None if call in found.tables else owned[call].rows or Rows(call.batch_dim, "example") for call in uses.calls],
+        [
+            None if call in found.shared_calls else owned[call].rows or Rows(call.batch_dim, "example")
+            for call in uses.calls
+        ],
         [number for number, call in enumerate(uses.calls) if owned[call].zero],
         [(uses.places[node], number) for node, number in _silent_edges(batch.losses, at)],
         KnownShared.of(uses, owned, region),
@@ -289,12 +292,12 @@ def _of_one(losses: Tensor, uses: Uses) -> RowLayout:
     region = without_boundaries(losses, uses, odd) if odd or uses.leaves else None
     shared = set() if region is None else set(region.calls.values())
     calls = [call for call in uses.calls if call not in shared]
-    folded: dict[int, tuple[int, RowOrder]] = {
+    regrouping: dict[int, tuple[int, RowOrder]] = {
         id(c): (rows, "example") for c in calls if (rows := c.shape[c.batch_dim]) > 1
     }
     empty = [call for call in calls if examples and not call.shape[call.batch_dim]]
-    folded |= {id(c): (1, RowIndex(torch.zeros(0, dtype=torch.int64, device=c.device), 1)) for c in empty}
-    return RowLayout([*calls, *(() if region is None else region.uses)], folded, stored=not uses.calls)
+    regrouping |= {id(c): (1, RowIndex(torch.zeros(0, dtype=torch.int64, device=c.device), 1)) for c in empty}
+    return RowLayout([*calls, *(() if region is None else region.uses)], regrouping, stored=not uses.calls)
 
 
 def _silent_edges(losses: Tensor, owned: Mapping[Edge, Owned]) -> list[Edge]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Marks", "compared", "numbers", "numbers_by_dim"]
+__all__ = ["MarkScheme", "compared", "numbers", "numbers_by_dim"]
 
 # An example's gradients are divided by at most 2 ** FARTHEST to bring them to the size of the smallest example's. For
 # sizes 2 ** 40, 1 and 2 ** 3 these are 2 ** 40, 1 and 2 ** 3.
@@ -26,7 +26,7 @@ _dice.seed()
 
 
 @dataclass(frozen=True)
-class Marks:
+class MarkScheme:
     """The powers of two that losses are multiplied with, and what counts as equal.
 
     Attributes:
@@ -48,7 +48,7 @@ class Marks:
     plain: float = 1.0
 
     @classmethod
-    def of_batch(cls, examples: int) -> Marks:
+    def of_batch(cls, examples: int) -> MarkScheme:
         """Those with 32 levels where these save a backward, as for 20 examples; else those with 16.
 
         Beside small marks, more of what extreme inputs make on the way leaves float32.
@@ -56,7 +56,7 @@ class Marks:
         return cls(32, -32) if 16 < examples <= 32 or 256 < examples <= 1024 else cls()
 
     @classmethod
-    def of_half(cls, largest: float, dtype: torch.dtype) -> Marks:
+    def of_half(cls, largest: float, dtype: torch.dtype) -> MarkScheme:
         """Those for float16, which has few powers of two: gradients are brought near 2 ** 8 first.
 
         Args:
@@ -154,14 +154,14 @@ def _direction(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Compared(NamedTuple):
-    """Of each row: whether it is off by more than `Marks.tolerance`, or than `Marks.rounding`; and is comparable."""
+    """Of each row: whether it is off by more than the scheme's ``tolerance``, or ``rounding``; and is comparable."""
 
     off: Tensor
     loose: Tensor
     clear: Tensor
 
 
-def compared(plain: Tensor, marked: Tensor, marks: Tensor, way: Marks) -> Compared:
+def compared(plain: Tensor, marked: Tensor, marks: Tensor, scheme: MarkScheme) -> Compared:
     """How rows of marked backwards fit their marks.
 
     A row shows nothing if it is zero in both backwards, tiny, or not finite. One that is zero in the plain backward
@@ -171,14 +171,14 @@ def compared(plain: Tensor, marked: Tensor, marks: Tensor, way: Marks) -> Compar
         plain: `numbers` [2, rows] of a plain backward.
         marked: those of a marked one, or of several, [backwards, 2, rows].
         marks: of each row, [rows] or [backwards, rows].
-        way: whose marks they are.
+        scheme: whose marks they are.
     """
-    ratio = marks.to(plain.dtype) / way.plain
+    ratio = marks.to(plain.dtype) / scheme.plain
     apart = (marked - ratio.unsqueeze(-2) * plain).abs_().amax(-2)
     largest, largest_now = plain[0], marked[..., 0, :]
-    floor = torch.finfo(plain.dtype).tiny * 2.0**60 if way.floor is None else way.floor
+    floor = torch.finfo(plain.dtype).tiny * 2.0**60 if scheme.floor is None else scheme.floor
     clear = (largest > floor) & largest.isfinite() & largest_now.isfinite()
     cancelled = (largest == 0) & (largest_now > floor)
     size = ratio * largest
-    loose = (clear & ~(apart <= way.rounding * size)) | cancelled
-    return Compared((clear & ~(apart <= way.tolerance * size)) | cancelled, loose, clear)
+    loose = (clear & ~(apart <= scheme.rounding * size)) | cancelled
+    return Compared((clear & ~(apart <= scheme.tolerance * size)) | cancelled, loose, clear)

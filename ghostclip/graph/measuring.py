@@ -80,7 +80,7 @@ class Measured:
     gradients: Gradients | None = None
 
     @property
-    def tables(self) -> set[LayerCall]:
+    def shared_calls(self) -> set[LayerCall]:
         """Uses of layers that all examples share."""
         return set() if self.region is None else set(self.region.calls.values())
 
@@ -103,20 +103,20 @@ def whole(batch: Batch, every_tensor: bool, hold: bool) -> Measured:
         return Measured(owned, _shared_by_all(batch, owned))
     # Parameters, layers that read something else than a row of each example, and what they meet first. As a rule that
     # is all: examples enter there.
-    tables = {call for call in uses.calls if not call.sources and call.shape[call.batch_dim] != len(losses)}
+    shared_calls = {call for call in uses.calls if not call.sources and call.shape[call.batch_dim] != len(losses)}
     held: Gradients | None = {} if hold and not batch.half else None
     owned = dict[Subject, Owned]()
     while True:
-        near, entered = edges_near(uses, [*uses.leaves, *(uses.capturing[call] for call in tables)], losses)
+        near, entered = edges_near(uses, [*uses.leaves, *(uses.capturing[call] for call in shared_calls)], losses)
         left = [edge for edge in near if edge not in owned]
         owned |= _owners(batch, [] if owned else uses.calls, left, gradients=None if owned else held)
         shared = {call for call in uses.calls if may_be_shared(call, owned[call], Doubt.ALL)}
-        if shared <= tables:
+        if shared <= shared_calls:
             break
-        tables |= shared
+        shared_calls |= shared
         held = None  # boundaries may be missing
     if any(may_be_shared(edge, owned[edge], Doubt.ALL) and not owned[edge].is_of_one for edge in entered):
-        above = edges_above(uses, [*uses.leaves, *(uses.capturing[call] for call in tables)], losses)
+        above = edges_above(uses, [*uses.leaves, *(uses.capturing[call] for call in shared_calls)], losses)
         owned |= _owners(batch, [], [edge for edge in above if edge not in owned])
         held = None
     region = _shared_by_all(batch, owned, held)
@@ -135,8 +135,8 @@ def in_part(batch: Batch, known: KnownShared, hold: bool) -> Measured | None:
     silent = [(uses.nodes[place], number) for place, number in known.silent]
     gradients: Gradients | None = {} if hold and not batch.half else None
     owned = _owners(batch, uses.calls, [*edges, *silent], known.dims(uses), gradients)
-    tables = {uses.calls[number] for number in known.tables}
-    given: dict[Subject, bool] = {call: bool(call.sources) for call in uses.calls if call not in tables}
+    shared_calls = {uses.calls[number] for number in known.shared_calls}
+    given: dict[Subject, bool] = {call: bool(call.sources) for call in uses.calls if call not in shared_calls}
     given |= {edge: reads_examples(edge[0], own) for edge, own in zip(edges, known.shared_inputs(uses), strict=True)}
     for subject, reads in given.items():
         found = owned[subject]

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.graph.marks import Marks, compared, numbers, numbers_by_dim
+from ghostclip.graph.marks import MarkScheme, compared, numbers, numbers_by_dim
 from ghostclip.graph.nodes import ACCUMULATE, Edge, shape_of
 from ghostclip.graph.reader import first_pass, without_hooks
 from ghostclip.nn.base import LayerCall
@@ -81,7 +81,7 @@ class Owned:
         rows: how its rows belong to the examples; None where rows of every dimension belong to several.
         examples: how many examples own a row that could be read (one that isn't zero, tiny or infinite).
         zero: all of its gradient is zero, so that nothing was shown.
-        loose: some row fits to within `Marks.tolerance` only, so that small examples may have a part in it.
+        loose: some row fits to within `MarkScheme.tolerance` only, so that small examples may have a part in it.
         unclear: the rows fit another order or dimension as well, as where only a diagonal isn't zero.
     """
 
@@ -143,18 +143,18 @@ def owners(
     dims, examples = {each: _dims(each, known or {}) for each in subjects}, len(losses)
     sized = {each: dims[each][0] for each in subjects[: len(calls)] or subjects}
     backward = functools.partial(_backward, losses, calls, dims, ends)
-    way = (
-        Marks.of_half(_largest(sized, backward(torch.ones_like(losses))), losses.dtype)
+    scheme = (
+        MarkScheme.of_half(_largest(sized, backward(torch.ones_like(losses))), losses.dtype)
         if half
-        else Marks.of_batch(examples)
+        else MarkScheme.of_batch(examples)
     )
-    plain = backward(torch.full_like(losses, way.plain), gradients)
+    plain = backward(torch.full_like(losses, scheme.plain), gradients)
     sizes = None if half else _sizes(sized, plain, examples)
-    marks = way.drawn_apart(losses, sizes)
-    measured = _Measured(way, dims, plain, marks, _stacked([backward(each) for each in marks]), examples)
+    marks = scheme.drawn_apart(losses, sizes)
+    measured = _Measured(scheme, dims, plain, marks, _stacked([backward(each) for each in marks]), examples)
     found = {subject: measured.in_order(subject, indices) for subject in dims}
     if None in found.values():
-        again = way.drawn(losses, sizes)[None]
+        again = scheme.drawn(losses, sizes)[None]
         measured.add(again, _stacked([backward(each) for each in again]))
     return {subject: each or measured.in_any_order(subject) for subject, each in found.items()}
 
@@ -232,7 +232,7 @@ class _Measured:
     """The numbers of rows in a plain backward and in some marked ones, and what they show.
 
     Attributes:
-        way: whose marks they are.
+        scheme: whose marks they are.
         dims: of each subject, the dimensions that may hold examples.
         plain: numbers in the plain backward.
         marks: that the others started from, [n, B].
@@ -240,7 +240,7 @@ class _Measured:
         examples: B.
     """
 
-    way: Marks
+    scheme: MarkScheme
     dims: Dims
     plain: Found
     marks: Tensor
@@ -260,7 +260,7 @@ class _Measured:
         for rows in self._candidates(subject, indices):
             base, now = self.plain[subject, rows.dim], self.seen[subject, rows.dim]
             owner = rows.owners(base.shape[1], self.examples, self.marks.device)
-            off, loose, clear = compared(base, now, self.marks[:, owner], self.way)
+            off, loose, clear = compared(base, now, self.marks[:, owner], self.scheme)
             if not bool(off.any()):
                 count = 0 if zero else len(owner[clear.all(0)].unique())
                 found.append(Owned(rows, count, zero, bool(loose.any())))
@@ -291,10 +291,10 @@ class _Measured:
         A row of two examples may look like one of a third under some marks, not under all of several backwards.
         """
         base, seen = self.plain[subject, dim], self.seen[subject, dim]
-        codes, order = _codes(self.marks / self.way.plain).sort()
+        codes, order = _codes(self.marks / self.scheme.plain).sort()
         # The example that came out with such marks, or some example, whose marks these don't fit.
         owner = order[torch.searchsorted(codes, _codes(seen[:, 0] / base[0])).clamp(max=self.examples - 1)]
-        off, loose, clear = (each.any(0) for each in compared(base, seen, self.marks[:, owner], self.way))
+        off, loose, clear = (each.any(0) for each in compared(base, seen, self.marks[:, owner], self.scheme))
         if bool(off.any()):
             return None
         used = None if bool(clear.all()) else clear

@@ -28,7 +28,7 @@ class RowLayout:
 
     Attributes:
         calls: every use of a parameter.
-        folded: {id(call): (rows of each example, their order)} of calls that don't have one row of each example in the
+        regrouping: {id(call): (rows of each example, their order)} of calls without one row of each example in the
             order of the losses. Where the order is an index, the number means nothing.
         rows: of every layer's use, and of the tensors at which parameters used outside of layers meet the examples.
         stored: whether the next batch like this one is taken to be laid out alike.
@@ -39,7 +39,7 @@ class RowLayout:
     """
 
     calls: list[LayerCall]
-    folded: Mapping[int, tuple[int, RowOrder]]
+    regrouping: Mapping[int, tuple[int, RowOrder]]
     rows: Mapping[Subject, Rows] = field(default_factory=dict)
     stored: bool = True
     measured: bool = False
@@ -82,17 +82,17 @@ def row_layout(
     """The layout of one batch; each call is told where its examples are."""
     shared = set() if region is None else set(region.calls.values())
     calls = [call for call in uses.calls if call not in shared]
-    folded: dict[int, tuple[int, RowOrder]] = {}
+    regrouping: dict[int, tuple[int, RowOrder]] = {}
     for call in calls:
         own = rows[call]
         call.batch_dim = own.dim
         count = own.count(call.shape[own.dim], examples)
         if count != 1 or isinstance(own.order, RowIndex):
-            folded[id(call)] = count, own.order
+            regrouping[id(call)] = count, own.order
     if region is None:
-        return RowLayout(calls, folded, rows, **rest)
+        return RowLayout(calls, regrouping, rows, **rest)
     met: dict[Subject, Rows] = {each.edge: each.rows for each in region.boundaries}
-    return RowLayout([*calls, *region.uses], folded, {**rows, **met}, **rest)
+    return RowLayout([*calls, *region.uses], regrouping, {**rows, **met}, **rest)
 
 
 def nobody(call: LayerCall, examples: int) -> RowIndex:

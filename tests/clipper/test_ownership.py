@@ -5,12 +5,12 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ghostclip.graph import alarm
-from ghostclip.graph.marks import Marks, compared, numbers
+from ghostclip.graph.marks import MarkScheme, compared, numbers
 from ghostclip.graph.owners import Owned, Rows, owners
 from ghostclip.graph.shared.search import Doubt, may_be_shared
 from ghostclip.norms.ragged import RowIndex
 
-MARKS = Marks()
+MARKS = MarkScheme()
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 WIDTH = 5
 
@@ -99,7 +99,7 @@ def test_rows_that_are_not_finite_or_tiny_show_nothing(dtype, value):
     marks = MARKS.drawn(torch.ones(4))
     _, plain, marked = both(torch.tensor([1.0, value, 1.0, 1.0])[:, None], marks, dtype)
     marked[1] *= 1.5
-    off, _, clear = compared(plain, numbers(marked, 0), marks, Marks(floor=1e-20))
+    off, _, clear = compared(plain, numbers(marked, 0), marks, MarkScheme(floor=1e-20))
     assert off.tolist() == [False] * 4
     assert clear.tolist() == [True, False, True, True]
 
@@ -109,7 +109,8 @@ def test_rows_that_are_zero_in_the_plain_backward_only_have_several_owners(dtype
     marks = MARKS.drawn(torch.ones(4))
     _, plain, marked = both(torch.tensor([[1.0], [0.0], [1.0], [0.0]]), marks, dtype)
     marked[1] = 0.25
-    assert compared(plain, numbers(marked, 0), marks, Marks(floor=1e-20))[0].tolist() == [False, True, False, False]
+    off, *_ = compared(plain, numbers(marked, 0), marks, MarkScheme(floor=1e-20))
+    assert off.tolist() == [False, True, False, False]
 
 
 # Owners of the rows of one tensor ------------------------------------------------------------------------------------

@@ -25,13 +25,13 @@ class KnownShared:
 
     Attributes:
         boundaries: (place of a node, number of its output, slots of its shared inputs, dimension of the examples).
-        tables: numbers of the uses of layers that are shared.
+        shared_calls: numbers of the uses of layers that are shared.
         layers: of each use of a layer, the dimension that has the examples; None where none has.
         silent: (place of a node, number of its output) of tensors that may be boundaries once they have a gradient.
     """
 
     boundaries: Sequence[tuple[int, int, Sequence[int], int]]
-    tables: Sequence[int]
+    shared_calls: Sequence[int]
     layers: Sequence[int | None]
     silent: Sequence[tuple[int, int]] = ()
 
@@ -64,12 +64,12 @@ class KnownShared:
 
     def region(self, uses: Uses, rows: Sequence[Rows], examples: int) -> SharedSubgraph | None:
         """The part of a graph that is shared, given the boundaries' rows; None where nothing is."""
-        if not uses.leaves and not self.tables:
+        if not uses.leaves and not self.shared_calls:
             return None
         boundaries = [
             BroadcastBoundary(uses.nodes[place], number, own, examples, slots)
             for (place, number, slots, _), own in zip(self.boundaries, rows, strict=True)
         ]
-        calls = [uses.calls[number] for number in self.tables]
+        calls = [uses.calls[number] for number in self.shared_calls]
         tables = {uses.capturing[call]: call for call in calls}
         return SharedSubgraph(examples, boundaries, {node: node.variable for node in uses.leaves}, tables)
