@@ -1,41 +1,44 @@
-"""Whether a clipper's per-example gradients are autograd's own, seen on two examples of a batch.
+"""Whether per-example gradients are autograd's own, and whether the first update moves what is to be trained.
 
-Autograd differentiates single losses of the graph that is there anyway, so that random layers need no second forward,
-and it doesn't matter where in its inputs the model keeps its examples.
+Autograd differentiates two single losses of the graph that is there anyway, so that random layers need no second
+forward, and it doesn't matter where in its inputs the model keeps its examples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ghostclip.clipper.collector import Keep
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.errors import VerificationError
 from ghostclip.norms.reduce import all_finite
 from ghostclip.norms.term import to_float32
+from ghostclip.sharding.detection import local_part
+from ghostclip.sharding.plain import Sharding
 
-__all__ = ["gradients_agree", "listed"]
+__all__ = ["gradients_agree", "untrained"]
 
 # Relative: wide enough for any kernel's rounding (products of TF32 too), far below what a wrong rule does.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 TOLERANCE_OF_HALVES = 5e-2
-# A gradient that is smaller than this share of the example's whole is held against that share.
+# A gradient below this share of the example's whole is held against that share; one below it of the largest of an
+# update may be lost in rounding without anything being wrong.
 FLOOR = 1e-3
 NAMES_SHOWN = 5
 
+log = logging.getLogger("ghostclip")
+
 
 def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
-    """Names of trained parameters on which the losses don't depend; None where the batch is not fit for comparing.
+    """Names of trained parameters on which the losses [B] don't depend; None where the batch is not fit for comparing.
 
-    Compared are, for the example with the largest gradient and one in the middle, the norm of each parameter's gradient
-    and their sums. Keeps the graph.
-
-    Args:
-        passes: the engine's own.
-        losses: [B]; a batch without examples, or with gradients that aren't finite, isn't fit.
+    A batch without examples, or with gradients that aren't finite, isn't fit. Compared are, for the example with the
+    largest gradient and one in the middle, the norm of each parameter's gradient and their sums. Keeps the graph.
 
     Raises:
         VerificationError: something differs; the layers are named.
@@ -101,13 +104,56 @@ def _refuse(errors: Sequence[tuple[float, str]], tolerance: float) -> None:
     said = [f"{name} ({error:.2g})" for name, error in sorted(wrong.items(), key=lambda each: -each[1])]
     raise VerificationError(
         f"the first batch's self-check found gradients that aren't autograd's own, off by more than {tolerance:g} "
-        f"(relative): {listed(said)}. The layer's gradient rule is wrong (per_example of a GhostLayer), or a backward "
+        f"(relative): {_listed(said)}. The layer's gradient rule is wrong (per_example of a GhostLayer), or a backward "
         "in it can't run twice over one graph; GhostClipper.verify(loss_fn, batch) compares every example. Nothing was "
         "released or charged. The errors depend on private data: for debugging, not for release"
     )
 
 
-def listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+@torch.no_grad()
+def untrained(
+    sharding: Sharding, held: Collection[nn.Parameter], optimizer: Optimizer, unused: Sequence[str]
+) -> Callable[[], None] | None:
+    """What warns, once the optimizer has taken the step it is about to take, of trained parameters it did nothing for.
+
+    None where every learning rate is zero. Of each of the optimizer's parameters ``held`` the number is watched whose
+    gradient is largest: it moves if any does. No loss depends on the ``unused``.
+    """
+    rates = {each: float(group.get("lr", 1.0)) for group in optimizer.param_groups for each in group["params"]}
+    if not any(rates.values()):
+        return None
+    trained = [(name, parameter) for name, parameter, _ in sharding.pairs if parameter.requires_grad]
+    watched: list[tuple[float, str, Tensor, Tensor]] = []
+    for name, parameter in trained:
+        if parameter in held and rates[parameter] and parameter.grad is not None:
+            slopes, values = local_part(parameter.grad).reshape(-1).abs(), local_part(parameter).view(-1)
+            if slopes.numel():
+                place = int(slopes.argmax())
+                watched.append((float(slopes[place]), name, values[place], values[place].clone()))
+    largest = max((slope for slope, *_ in watched), default=0.0)
+    watched = [each for each in watched if each[0] > FLOOR * largest]
+    not_held = [name for name, parameter in trained if parameter not in held]
+
+    def warn() -> None:
+        found = {
+            "no loss of the first batch depends on {}: until one does, noise is all they are given": unused,
+            "the optimizer doesn't hold {}: they stay as they are, and their gradients take up a part of the clipping "
+            "norm": not_held,
+            "the first update left {} as they were: it is skipped, or lost in rounding": [
+                name for _, name, number, before in watched if torch.equal(number, before)
+            ],
+        }
+        if said := [problem.format(_listed(names)) for problem, names in found.items() if names]:
+            log.warning(
+                "some trainable parameters are not trained: %s. Freeze what is not meant to be trained "
+                "(requires_grad_(False)) before the engine is built, and give the optimizer the rest",
+                "; ".join(said),
+            )
+
+    return warn

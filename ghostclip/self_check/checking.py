@@ -28,7 +28,6 @@ __all__ = ["check"]
 REMEDY = re.compile(r"; |\. (?=[A-Z])")
 
 SHAPE_REMEDY = 'compute each loss from its own example only (reduction="none"), one number for each'
-KEPT = "the forward puts something of the batch's data into the {} {!r}, which gets no noise"
 NOT_FINITE = (
     "no example's loss and gradient are finite numbers, so none of them would take part in training",
     "look for infinite or NaN values in the data, divisions by zero, or overflow in float16 (see loss_scale)",
@@ -87,8 +86,9 @@ def _mixing(trial: TrialLosses) -> list[Finding]:
     test = MixingTest(trial, log.warning)
     kept, found = test.kept(), [test.mixed()]
     if kept is not None:
-        path, _, own = kept[1].rpartition(".")
-        found.append(Finding(path, KEPT.format(kept[0], own), REMEDY_OF_KEPT))
+        kind, (path, _, own) = kept[0], kept[1].rpartition(".")
+        problem = f"the forward puts something of the batch's data into the {kind} {own!r}, which gets no noise"
+        found.append(Finding(path, problem, REMEDY_OF_KEPT))
     return [each for each in found if each]
 
 

@@ -1,7 +1,6 @@
 """What an engine's self-check looks at, and when: gradients, losses in other company, and the first update.
 
-What the proof by factors shows anyway (`ghostclip.graph.owners`: rows of each layer follow their own example's loss) is
-not repeated here.
+What marks show anyway (`ghostclip.graph.owners`: rows of each layer follow their own example's loss) is not repeated.
 """
 
 from __future__ import annotations
@@ -9,34 +8,26 @@ from __future__ import annotations
 import logging
 import random
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipper import GhostClipper
-from ghostclip.clipper.cutting import Sizes, leaves_of
-from ghostclip.clipper.trial import without_trace
+from ghostclip.clipper.cutting import Sizes
 from ghostclip.errors import ExamplesMixError, VerificationError
-from ghostclip.self_check.agreement import gradients_agree
+from ghostclip.self_check.agreement import gradients_agree, untrained
 from ghostclip.self_check.loading import LoadedRows
 from ghostclip.self_check.mixing import REMEDY_OF_KEPT, MixingTest
-from ghostclip.self_check.movement import Moving, moving
 from ghostclip.self_check.trial_losses import LossFunction, TrialLosses
 
 __all__ = ["SelfCheck"]
 
 # Logical batches at the start whose losses are compared, and one in how many physical batches later.
 STEPS, SELDOM = 6, 400
-# Comparisons that may fail, by a file that can't be read for instance, before sizes count as tried.
-MISTRIALS = 6
 # The most units of a physical batch that are tried, unless more are needed for its shapes.
 MOST = 32
-# Examples of a large batch whose gradients are compared, lest the graph of all of it be held; the examples of the
-# smallest batch that counts as large, and the bytes of its tensors.
-HEAD, LARGE, LARGE_DATA = 16, 64, 1 << 16
 
 NOTHING_RELEASED = "Nothing of this batch was released or charged (self_check=False switches this test off)"
 
@@ -46,10 +37,10 @@ log = logging.getLogger("ghostclip")
 class SelfCheck:
     """Watches the steps of an engine; all that they need and leave stays as it would have been.
 
-    Gradients are compared on the first batch whose gradients are all finite (of a large one on its first examples, so
-    that its graph needn't be held), and the first update with examples in it is looked at. Losses are compared in
-    batches of the first steps, in random ones later, and in all whose tensors are larger than any that was tried, as
-    when the first long text comes. Which batches, rows and orders is drawn from the operating system's entropy.
+    Losses are compared in batches of the first steps, in random ones later, and in all whose tensors are larger than
+    any that was tried, as when the first long text comes. Gradients are compared on the first of these whose gradients
+    are all finite, or in the passes of the first such batch, and the first update with examples in it is looked at.
+    Which batches, rows and orders is drawn from the operating system's entropy.
 
     Args:
         clipper: of the model in training. The model's buffers and modes are put back, and torch's, numpy's and Python's
@@ -62,10 +53,10 @@ class SelfCheck:
         self._clipper, self._model, self._optimizer, self._wanted = clipper, clipper.model, optimizer, wanted
         self._to_compare = self._to_move = wanted
         self._saw_examples = False
-        # Trained parameters on which the losses didn't depend, and what an update is about to move.
+        # Trained parameters on which the losses didn't depend, and what warns after the first update.
         self._unused: list[str] = []
-        self._moving: Moving | None = None
-        self._tried, self._failures, self._dice = Sizes(), 0, random.Random()
+        self._warn: Callable[[], None] | None = None
+        self._tried, self._dice = Sizes(), random.Random()
         # Not the batch itself, which holds its data loader's workers.
         self._left, self._seen = STEPS, weakref.ref[Any](self)
         # Whether the user was told of comparisons of losses, or of why there are none; and what else was said.
@@ -79,7 +70,7 @@ class SelfCheck:
     def before(
         self, loss_fn: LossFunction, batch: Any, rows: LoadedRows, logical: object, most: int | None, ragged: bool
     ) -> None:
-        """Before a physical batch's forward: compares losses if its turn has come, and gradients of many examples.
+        """Before a physical batch's forward: compares losses if its turn has come.
 
         Args:
             loss_fn: (model, batch) -> losses [rows].
@@ -93,22 +84,21 @@ class SelfCheck:
             ExamplesMixError: a loss depends on other examples, or the model keeps something of them.
             VerificationError: as `backward`.
         """
-        larger = self._wanted and rows.units > 1 and not self._tried.hold(batch, len(rows))
-        if self._wanted and rows.units > 1 and (self._is_due(logical) or larger):
-            try:
-                some = self._some(batch, rows, larger, rows.units if most is None else min(most, rows.units))
-                passes = None if ragged or self._clipper.sharding.sharded else self._clipper.passes
-                self._compare(TrialLosses(loss_fn, self._model, some, passes))
-            except ExamplesMixError:
-                raise
-            except Exception as error:  # what is wrong with the batch itself shows in its own forward
-                self._say(f"losses can't be compared among other examples ({type(error).__name__}: {error})")
-                self._failures += 1
-                larger = larger and self._failures > MISTRIALS
-            if larger:
-                self._tried.add(batch, len(rows))
-        if self._to_compare and not ragged:
-            self._compare_head(loss_fn, batch)
+        if not self._wanted or rows.units < 2:
+            return
+        larger = not self._tried.hold(batch, len(rows))
+        if not (self._is_due(logical) or larger):
+            return
+        try:
+            some = self._some(batch, rows, larger, rows.units if most is None else min(most, rows.units))
+            passes = None if ragged or self._clipper.sharding.sharded else self._clipper.passes
+            self._compare(TrialLosses(loss_fn, self._model, some, passes, None if ragged else self._look))
+        except VerificationError:
+            raise
+        except Exception as error:  # what is wrong with the batch itself shows in its own forward
+            self._say(f"losses can't be compared among other examples ({type(error).__name__}: {error})")
+        if larger:
+            self._tried.add(batch, len(rows))
 
     def _is_due(self, logical: object) -> bool:
         """Whether it is the first part of a logical batch in the first steps, or a random one later."""
@@ -162,30 +152,18 @@ class SelfCheck:
             self._said.add(kind)
             log.warning("self-check: %s", reason)
 
-    def _compare_head(self, loss_fn: LossFunction, batch: Any) -> None:
-        """Compares gradients of the first examples of a batch so large that its graph may matter in memory.
-
-        ``loss_fn`` is called once more for it. Where that shows nothing, as where it takes no other batch, the
-        gradients are left to `backward`.
-        """
-        found = leaves_of(batch)
-        if found is None or found[2] < LARGE or sum([leaf.nbytes for leaf in found[0]]) < LARGE_DATA:
-            return
+    def _look(self, losses: Tensor) -> None:
+        """`backward` of losses that are tried; what can't be measured there is compared in the batch's own passes."""
         try:
-            with without_trace(self._model):
-                losses = loss_fn(self._model, tree_unflatten([leaf[:HEAD] for leaf in found[0]], found[1]))
-                if losses.shape == (HEAD,):
-                    self.backward(losses)
+            with self._clipper.passes.forgetting():
+                self.backward(losses)
         except VerificationError:
             raise
-        except Exception as error:  # what is wrong shows on the whole batch
-            log.info("gradients are not compared on %d examples: %s: %s", HEAD, type(error).__name__, error)
+        except Exception as error:
+            log.info("gradients are not compared on %d examples: %s: %s", len(losses), type(error).__name__, error)
 
     def backward(self, losses: Tensor) -> None:
-        """Compares a few of the per-example gradients with autograd's and keeps the graph.
-
-        Args:
-            losses: [B].
+        """Compares a few of the per-example gradients with autograd's and keeps the graph of the losses [B].
 
         Raises:
             VerificationError: they differ; nothing was gathered.
@@ -210,10 +188,10 @@ class SelfCheck:
     def released(self, held: Collection[nn.Parameter]) -> None:
         """To be called when the noisy gradients of the optimizer's parameters ``held`` are in place."""
         if self._to_move and self._saw_examples:
-            self._moving = moving(self._clipper.sharding, held, self._optimizer)
+            self._warn = untrained(self._clipper.sharding, held, self._optimizer, self._unused)
 
     def stepped(self) -> None:
         """To be called after the update; warns once of trained parameters for which training does nothing."""
-        if self._moving is not None:
-            self._moving.warn(self._unused)
-            self._to_move, self._moving = False, None
+        if self._warn is not None:
+            self._warn()
+            self._to_move, self._warn = False, None

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ghostclip.clipper.cutting import cut, length_of, tensors_of
 from ghostclip.clipper.random_states import drawing_from, random_states
@@ -26,13 +24,9 @@ __all__ = ["Loaded", "LoadedRows", "rows_of"]
 
 
 class Loaded(NamedTuple):
-    """A batch of rows.
+    """A batch, and the random states after its collate function ran.
 
-    Attributes:
-        batch: as the loss function gets it.
-        lengths: of each row's example, a count of what it holds; [] where examples are not read one by one.
-        states: the random ones after its collate function ran.
-        drew: whether that drew random numbers.
+    ``lengths`` count what each row's example holds; [] where examples are not read one by one.
     """
 
     batch: Any
@@ -45,13 +39,8 @@ class Loaded(NamedTuple):
 class LoadedRows:
     """Rows of a data set, each read once, under a seed of its own, so that its random augmentations come again.
 
-    Attributes:
-        dataset: has the rows, as a DataLoader reads them: by ``__getitems__`` where there is one.
-        collate: a list of examples -> a batch.
-        rows: their numbers in the data set.
-        transform: what else happens to a batch before the loss function, a move to a device for instance.
-        each: how many rows a unit of privacy has, side by side: 1, or those of a user.
-        seed, read: of the examples, and those that were read.
+    ``transform`` is what else happens to a batch before the loss function, a move to a device for instance. A unit of
+    privacy has ``each`` rows side by side: 1, or those of a user.
     """
 
     dataset: Any
@@ -78,18 +67,13 @@ class LoadedRows:
         """Those of some units, under the same seeds."""
         return replace(self, rows=[self.rows[place] for place in self.places(sorted(units))])
 
-    def widened(self) -> LoadedRows:
-        """The same with float64 in the place of float32."""
-        return replace(self, transform=lambda batch: tree_map(_widened, self.transform(batch)))
-
     def load(self, index: Sequence[int]) -> Loaded:
         """The batch of the rows in the places ``index``, in this order; a row may come several times."""
         with trying(), drawing_from(random_states()):
             examples = self._fetch([self.rows[place] for place in index])
             is_list = isinstance(examples, list) and len(examples) == len(index)
             lengths = [length_of(example) for example in examples] if is_list else []
-            _set_seed(self.seed)
-            before = random_states()
+            before = _seeded(self.seed)
             batch = self.transform(self.collate(examples))
             after = random_states()
         return Loaded(batch, lengths, after, after != before)
@@ -97,8 +81,7 @@ class LoadedRows:
     def _fetch(self, rows: list[int]) -> Any:
         """The examples; at once where the data set reads several at once and draws no random numbers for it."""
         if several := getattr(self.dataset, "__getitems__", None):
-            _set_seed(self.seed)
-            before = random_states()
+            before = _seeded(self.seed)
             examples = several(rows)
             if random_states() == before:
                 return examples
@@ -107,7 +90,7 @@ class LoadedRows:
     def _example(self, row: int) -> Any:
         """One example, read once: reading may take long, and a collate function may change what it gets."""
         if row not in self.read:
-            _set_seed(hash((self.seed, row)) % 2**32)
+            _seeded(hash((self.seed, row)) % 2**32)
             several = getattr(self.dataset, "__getitems__", None)
             self.read[row] = several([row])[0] if several else self.dataset[row]
         example = self.read[row]
@@ -123,13 +106,11 @@ def rows_of(batch: Any, examples: int) -> LoadedRows:
     return LoadedRows(range(examples), functools.partial(cut, batch, examples), range(examples), lambda found: found)
 
 
-def _widened(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
-
-
-def _set_seed(seed: int) -> None:
+def _seeded(seed: int) -> tuple[Any, ...]:
+    """The random states after all generators were given this seed."""
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 2 ms where there is no GPU
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
     np.random.seed(seed)
     random.seed(seed)
+    return random_states()

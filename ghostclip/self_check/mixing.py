@@ -7,12 +7,12 @@ They show in losses, or in the norms of their gradients, when the batch is anoth
 Example: four texts have lengths 5, 9, 3 and 7, padded to 9. Loaded again as halves, 3 and 5 are padded to 5, 7 and 9
 to 9. If a loss sees the padding, those of the first half change. The losses of both halves together must be those of
 all four, as a multiset, since a collate function may sort its rows; with users, whose rows are found by their places,
-each in its place.
+each in its place. A statistic that both halves share with the whole shows where 3 and 5 stay, and 7 and 9 are replaced
+by copies of one of them.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from ghostclip.clipper.cutting import sizes_of
-from ghostclip.self_check.mixing_place import LOSS_REMEDY, mixing_place
-from ghostclip.self_check.model_state import unlike
-from ghostclip.self_check.trial_losses import TrialLosses
+from ghostclip.self_check.mixing_place import mixing_place
+from ghostclip.self_check.trial_losses import TrialLosses, unlike
 from ghostclip.wrap import Finding
 
 __all__ = ["REMEDY_OF_KEPT", "MixingTest"]
@@ -38,32 +37,24 @@ CHOICES = 16
 REMEDY_OF_KEPT = "don't update it in training (put its module into eval mode, or take the update out)"
 OF_COMPANY = Finding(
     "",
-    "losses change when their examples are loaded in a smaller batch",
+    "losses change when their examples are loaded in another batch",
     "most often they see the padding to the longest text of the batch: mask it, divide by each text's own count of "
     "tokens, or pad to a fixed length; else the collate function or the loss computes something over the batch (a "
     "mean, a count of tokens or classes, MixUp, a division by the batch's size): compute it for each example alone, or "
-    "divide by a constant",
+    "divide by a constant; with unit_ids keep the rows in the order in which the collate function gets them, by which "
+    "the engine knows whose they are (pack_padded_sequence takes them in any order with enforce_sorted=False)",
 )
-OF_ORDER = Finding(
-    "",
-    "the collate function changes the order of the rows, by which the engine knows with unit_ids whose they are",
-    "keep the rows in the order in which the collate function gets them (pack_padded_sequence takes them in any order "
-    "with enforce_sorted=False)",
-)
-OF_DATA = Finding("", "an example's loss depends on the data of another", LOSS_REMEDY)
 UNTESTED = "draws random numbers, so it isn't tested whether losses see the padding, or how many rows there are"
 
 log = logging.getLogger("ghostclip")
 
-Test = Callable[["MixingTest"], bool]
+Test = Callable[[TrialLosses], bool]
 
 
 class MixingTest:
-    """Tries the rows of a batch in other company, chosen by no random numbers of the user's.
+    """Tries the rows of a batch, of at least two units, in other company, chosen by no random numbers of the user's.
 
-    Args:
-        trial: of all the rows, of at least two units.
-        say: is told why something can't be tested.
+    ``say`` is told why something can't be tested.
     """
 
     def __init__(self, trial: TrialLosses, say: Callable[[str], None]) -> None:
@@ -77,19 +68,15 @@ class MixingTest:
         self._halves = [rows.places(sorted(units)) for units in (order[:half], order[half:])]
 
     def kept(self) -> tuple[str, str] | None:
-        """Where the forward keeps something of the examples, and passes it on without noise.
+        """Kind and name of what keeps something of the examples, and passes it on without noise.
 
-        A buffer must not have other values after other examples: it is saved and published with the model. A frozen
-        parameter must not be written at all. Anything else is kept for nobody if it changes no later loss: the same
-        rows must have the same losses, whichever came before them.
-
-        Returns:
-            "buffer", "frozen parameter" or "attribute", and its full name.
+        A frozen parameter must not be written at all. A buffer must not have other values after other examples: it is
+        saved and published with the model. An attribute is kept for nobody if it changes no later loss.
         """
         trial, first = self._trial, self._trial.untouched
-        if trial.written:
-            return "frozen parameter", trial.written[0]
         kinds = {kind for kind, _ in trial.changed}
+        if "frozen parameter" in kinds:
+            return trial.changed[0]  # they come first
         if not kinds or (others := self._swapped(self._halves[0])) is None:
             return None
         if "buffer" in kinds:
@@ -100,7 +87,7 @@ class MixingTest:
         return None if kinds == {"buffer"} else self._remembered(others)
 
     def _remembered(self, others: Sequence[int]) -> tuple[str, str] | None:
-        """The attribute by which losses follow the rows of the batch before."""
+        """The attribute by which losses of the same rows follow the rows of the batch before."""
         trial = self._trial
         once, again, after = (trial.run(rows, trial.every) for rows in (trial.every, trial.every, others))
         if trial.differ(once.losses, again.losses) or unlike(once.left, again.left, "attribute"):
@@ -126,80 +113,72 @@ class MixingTest:
             return None
         if test is None:
             return None
-        trial.allow_rounding()
         if not self._repeats(test) or self._is_rounding(test):
             return None
-        if isinstance(test, partial):  # rows were exchanged
-            return self.place() or OF_DATA
-        if trial.rows.each > 1 and not self._halves_move(anywhere=True):
-            return OF_ORDER
-        return OF_COMPANY if self._is_padded() else self.place() or OF_COMPANY
+        # Whatever sees the padding, the first layer's output has other sizes, and would be blamed.
+        sizes = [sizes_of(trial.rows.load(part).batch, len(part)) for part in (trial.every, *self._halves)]
+        return OF_COMPANY if sizes.count(sizes[0]) < len(sizes) else self.place() or OF_COMPANY
 
     def _what_moves(self) -> Test | None:
-        """The first test that finds something; None where none does.
-
-        Rows are exchanged within a batch of the same size where halves can't be compared.
-        """
-        if not self._trial.draws:
+        """The first test that finds something; None where none does."""
+        trial, parts = self._trial, self._halves
+        if not trial.draws:
             try:
-                return next((test for test in (MixingTest._halves_move, MixingTest._copies_move) if test(self)), None)
+                if self._halves_move(trial):
+                    return self._halves_move
+                parts = parts[:1]
             except Exception as error:  # a loss function need not take batches of every size
                 self._say(f"losses of a smaller batch can't be compared ({type(error).__name__}: {error})")
-        elif self._trial.first.loaded.drew:
+        elif trial.first.loaded.drew:
             self._say(f"the collate function {UNTESTED}")
         else:  # as augmentation in the loss function does, mostly of rows that have one size
             log.info("self-check: the loss function, or a model in eval mode, %s", UNTESTED)
-        for half in self._halves:
-            if self._exchange_moves(half):
-                if self._draws_alike(half):
-                    return partial(MixingTest._exchange_moves, part=half)
+        for part in parts:
+            test = partial(self._copies_move, part=part)
+            if test(trial):
+                if self._draws_alike(part):
+                    return test
                 self._say("other random numbers are drawn for other data")
         return None
 
-    def _halves_move(self, anywhere: bool = False) -> bool:
+    def _halves_move(self, trial: TrialLosses) -> bool:
         """Whether losses of the halves, or norms of their gradients, differ from the whole's.
 
         With users also those of the users in reverse order: a collate function that sorts its rows gives these the same
         order in which it gave the others.
-
-        Args:
-            anywhere: rows of users may be in any order, too.
         """
-        trial, rows = self._trial, self._trial.rows
+        rows, first = trial.rows, trial.first
         parts = [*self._halves, *([rows.places(reversed(range(rows.units)))] if rows.each > 1 else [])]
         outcomes = [trial.run(part, norms=True) for part in parts]
         if [tuple(each.losses.shape) for each in outcomes] != [(len(part),) for part in parts]:
             self._say("the loss function doesn't give one loss for each row of a smaller batch")
             return False
-        places, in_order = [place for part in parts for place in part], rows.each > 1 and not anywhere
+        places, in_order = [place for part in parts for place in part], rows.each > 1
         losses = torch.cat([each.losses for each in outcomes])
-        if trial.differ(*_comparable(trial.first.losses[places], losses, in_order)):
+        if trial.differ(*_comparable(first.losses[places], losses, in_order)):
             return True
         # Gradients may follow the batch where losses don't.
         norms = [each.norms for each in outcomes if each.norms is not None]
-        if trial.first.norms is None or sum(map(len, norms)) < len(places):
+        if first.norms is None or sum(map(len, norms)) < len(places):
             return False
-        return trial.norms_differ(*_comparable(trial.first.norms[places], torch.cat(norms), in_order))
+        return trial.norms_differ(*_comparable(first.norms[places], torch.cat(norms), in_order))
 
-    def _copies_move(self) -> bool:
-        """Whether a loss among copies of other rows is none of the first losses.
+    def _copies_move(self, trial: TrialLosses, part: Sequence[int]) -> bool:
+        """Whether losses of ``part`` are others where copies of one of its rows stand in all other places.
 
-        Halves may have the statistics of all rows by chance: quantiles of a few, or as many of each class.
+        They differ by the rows, not by the random numbers, of which as many must be drawn. Where none are, rows may be
+        sorted: then a loss must be none of the first losses, in whatever place.
         """
-        index = self._swapped(self._halves[0])
-        return index is not None and self._is_new(self._trial.run(index).losses)
-
-    def _exchange_moves(self, part: Sequence[int]) -> bool:
-        """Whether losses of ``part`` depend on the rows in the other places, with the same random numbers."""
-        trial = self._trial
         if (index := self._swapped(part)) is None:
             return False
-        found = trial.run(index)
-        places = list(part)
-        if not trial.differ(trial.first.losses[places], found.losses[places]) or found.states != trial.first.states:
+        found, first, places = trial.run(index), trial.first, list(part)
+        if not trial.differ(first.losses[places], found.losses[places]) or found.states != first.states:
             return False
-        in_place = trial.draws and not trial.first.loaded.drew  # else the collate function may sort its rows
-        return in_place or self._is_new(found.losses)
+        if trial.draws and not first.loaded.drew:
+            return True
+        finite = found.losses[found.losses.isfinite()]
+        distances = (finite.unsqueeze(1) - first.losses).abs().nan_to_num(nan=torch.inf)
+        return bool(len(finite)) and trial.differ(finite, first.losses[distances.argmin(1)])
 
     def _swapped(self, part: Sequence[int]) -> list[int] | None:
         """An index by which the units of ``part`` stay, and one of them stands in all other places; None: none can.
@@ -216,19 +195,12 @@ class MixingTest:
             index[row] = row
         return index
 
-    def _is_new(self, losses: Tensor) -> bool:
-        """Whether a finite one of some losses is none of the first losses, in whatever place."""
-        first, found = self._trial.first.losses, losses[losses.isfinite()]
-        distances = (found.unsqueeze(1) - first).abs().nan_to_num(nan=torch.inf)
-        return bool(len(found)) and self._trial.differ(found, first[distances.argmin(1)])
-
     def _draws_alike(self, part: Sequence[int]) -> bool:
-        """Whether the same random numbers are drawn whichever rows of ``part`` stand in the other places, as far as
-        some random choices show."""
-        _, expected = self._trial.watched(self._trial.every)
+        """Whether the same random numbers are drawn whichever rows of ``part`` stand in the other places."""
         fixed, places = set(part), self._trial.every
         chosen = [[row if row in fixed else self._dice.choice(part) for row in places] for _ in range(CHOICES)]
-        return all(self._trial.watched(index)[1] == expected for index in chosen)
+        expected = self._trial.drawn(places)
+        return all(self._trial.drawn(index) == expected for index in chosen)
 
     def _repeats(self, test: Test) -> bool:
         """Whether a test finds something each time, and the whole batch's losses never move, in an order that is drawn.
@@ -236,34 +208,23 @@ class MixingTest:
         A function that goes by a count of its calls passes with a probability of 2 ** -TOSSES at most.
         """
         trial = self._trial
-        if not test(self):
-            return False
-        for _ in range(TOSSES):
-            if self._dice.random() < 0.5:
+        for toss in range(1 + TOSSES):
+            if toss and self._dice.random() < 0.5:
                 if trial.differ(trial.run(trial.every).losses, trial.first.losses):
                     self._say("the same rows have other losses when they are tried again")
                     return False
-            elif not test(self):
+            elif not test(trial):
                 return False
         return True
 
     def _is_rounding(self, test: Test) -> bool:
         """Whether a test finds nothing in float64: float32 lost digits, where large sums cancel."""
-        other = copy.copy(self)
         try:
-            if (trial := self._trial.widened()) is None:
-                return False
-            other._trial, other._say = trial, log.info
-            return not test(other)
+            trial = self._trial.widened()
+            return trial is not None and not test(trial)
         except Exception as error:
             log.info("losses are not compared in float64: %s: %s", type(error).__name__, error)
             return False
-
-    def _is_padded(self) -> bool:
-        """Whether tensors of the halves have other sizes than those of all rows, each beside its number of rows."""
-        rows = self._trial.rows
-        sizes = [sizes_of(rows.load(part).batch, len(part)) for part in (self._trial.every, *self._halves)]
-        return any(each != sizes[0] for each in sizes)
 
     def place(self) -> Finding | None:
         """The first operation in which the rows meet when one of them is exchanged for its neighbour."""

@@ -10,12 +10,13 @@ that gives another example another row is the place. With ``h - h.mean(0)`` and 
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,7 +24,7 @@ from ghostclip.graph.marks import numbers
 from ghostclip.graph.source_lines import current_line
 from ghostclip.wrap import Finding
 
-__all__ = ["LOSS_REMEDY", "mixing_place"]
+__all__ = ["mixing_place"]
 
 LOSS_REMEDY = (
     'compute each loss from its own example only (reduction="none"), and mix no examples in the collate function'
@@ -35,26 +36,22 @@ MODULE_REMEDY = (
 # Of the largest value beside it: other rows of a product are not touched at all, so this is far above what rounds.
 TOLERANCE = 1e-5
 
-# Gives the losses [B] of these rows of a batch, always from the same state and random numbers.
-LossesOf = Callable[[Sequence[int]], Tensor]
 
-
-def mixing_place(model: nn.Module, losses_of: LossesOf, examples: int) -> Finding | None:
+def mixing_place(model: nn.Module, losses_of: Callable[[Sequence[int]], Tensor], examples: int) -> Finding | None:
     """The first operation in which examples meet; None where they stay apart.
 
-    The first, the middle and the last of ``examples`` (at least two) are exchanged, one after another.
+    The first, the middle and the last of ``examples`` (at least two) are exchanged, one after another. ``losses_of``
+    gives the losses [B] of some rows of the batch, always from the same state and random numbers.
     """
-    own = list(range(examples))
-    losses = losses_of(own)
     for changed in sorted({0, examples // 2, examples - 1}):
-        other = [*own[:changed], (changed + 1) % examples, *own[changed + 1 :]]
-        moved = _first_moved(losses, losses_of(other), changed)
-        if moved is None:
+        rows, before, after = list(range(examples)), _Recorder(model, examples), _Recorder(model, examples)
+        with before:
+            losses = losses_of(rows)
+        rows[changed] = (changed + 1) % examples
+        with after:
+            found = losses_of(rows)
+        if (moved := _first_moved(losses, found, changed)) is None:
             continue
-        before, after = _Recorder(model, examples), _Recorder(model, examples)
-        for recorder, rows in ((before, own), (after, other)):
-            with recorder:
-                losses_of(rows)
         example, place = _first_place(before.operations, after.operations, changed) or (moved, None)
         line = "" if place is None else place.line
         if place is None or place.path is None:
@@ -67,13 +64,9 @@ def mixing_place(model: nn.Module, losses_of: LossesOf, examples: int) -> Findin
 
 
 class _Operation(NamedTuple):
-    """An operation that a forward did.
+    """An operation of a forward, by ``path`` (of the innermost module that ran; None outside of the model) and line.
 
-    Attributes:
-        function: of torch.
-        rows: [B, 2] for each dimension of its result that is as long as the batch: two numbers of each row.
-        path: of the innermost module that was running; None outside of the model.
-        line: of the code; "" where it isn't known.
+    ``rows`` [B, 2]: for each dimension of its result that is as long as the batch, two numbers of each row.
     """
 
     function: Any
@@ -83,37 +76,12 @@ class _Operation(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the operations of the forward that runs inside.
-
-    Args:
-        model: whose modules are named.
-        examples: B.
-    """
+    """Notes the operations of the forward that runs inside."""
 
     def __init__(self, model: nn.Module, examples: int) -> None:
         super().__init__()
         self._paths, self._examples = {module: path for path, module in model.named_modules()}, examples
-        self._running: list[str | None] = []
         self.operations: list[_Operation] = []
-
-    def __enter__(self) -> _Recorder:
-        self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
-        self._running.append(self._paths.get(module))
-
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -122,9 +90,15 @@ class _Recorder(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 dims = [dim for dim, size in enumerate(leaf.shape) if size == self._examples]
                 rows = [numbers(leaf, dim).T for dim in dims]
-                path = next((path for path in reversed(self._running) if path is not None), None)
-                self.operations.append(_Operation(func, rows, path, current_line()))
+                self.operations.append(_Operation(func, rows, self._path(), current_line()))
         return found
+
+    def _path(self) -> str | None:
+        """Of the innermost module that is being called."""
+        for frame, _ in traceback.walk_stack(sys._getframe(1)):
+            if frame.f_code.co_name == "_call_impl" and (module := frame.f_locals.get("self")) in self._paths:
+                return self._paths[module]
+        return None
 
 
 def _first_place(

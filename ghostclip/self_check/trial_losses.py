@@ -6,22 +6,23 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ghostclip.clipper.first_pass import FirstPasses
 from ghostclip.clipper.random_states import random_states, set_random_states
-from ghostclip.clipper.trial import trying, without_trace
+from ghostclip.clipper.trial import tensor_in, trying, without_trace
+from ghostclip.graph.nodes import from_below
 from ghostclip.planner import Planner
 from ghostclip.self_check.loading import Loaded, LoadedRows
-from ghostclip.self_check.model_state import State, changed, frozen_marks, state_of
 from ghostclip.sharding.plain import Sharding
 
-__all__ = ["LossFunction", "TrialLosses", "TrialOutcome"]
+__all__ = ["LossFunction", "TrialLosses", "TrialOutcome", "unlike"]
 
 # By the narrowest type: share of the largest loss by which one must move to be another, and the least that counts.
 ROUNDING = {torch.float64: (1e-9, 1e-14), torch.float32: (1e-5, 1e-6)}
@@ -30,21 +31,24 @@ ROUNDING_OF_HALVES = (5e-2, 1e-4)
 ROUNDING_OF_DEVICES = (1e-3, 1e-5)
 # Relative, and of the clipping norm: a difference of gradient norms that is more than rounding, and that matters.
 NORMS_ROUND, LEAST_SHARE = 1e-3, 1e-4
+# Elements of a frozen parameter whose sum is compared: of a larger one, a change that torch counts is seen.
+LARGE = 1 << 24
+# Of every module; parameters, buffers and submodules have their own ways of being compared.
+OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 log = logging.getLogger("ghostclip")
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
+# {(kind, name): value} of all that a model keeps from one forward to the next. Of a "buffer" and an "attribute" (a
+# tensor or array that isn't registered) it is a copy; of another "object" the object and its length; of a "frozen
+# parameter" itself and numbers that tell whether it was written to.
+State = dict[tuple[str, str], Any]
 
 
 class TrialOutcome(NamedTuple):
-    """The losses of a batch, and what their forward left.
+    """Losses, norms [B] of their gradients (None: not measured), the batch without its data, and what it left.
 
-    Attributes:
-        losses: as the loss function gives them.
-        norms: of their gradients, [B]; None where they weren't asked for, or can't be measured.
-        loaded: the batch, without its data.
-        left: in the model.
-        states: the random ones of the collate function and of the forward, after they ran.
+    ``left`` is the model's state after it; ``states`` are the random ones after the collate function and the forward.
     """
 
     losses: Tensor
@@ -57,61 +61,65 @@ class TrialOutcome(NamedTuple):
 class TrialLosses:
     """The losses of rows in different batches, from the same state of the model and of random numbers.
 
-    Graphs are recorded, since the loss function may need one of its own. Modules that draw random numbers themselves,
-    not by their children, are in eval mode unless it is said otherwise.
+    Modules that draw random numbers themselves, not by their children, are in eval mode unless it is said otherwise.
 
     Args:
         loss_fn: (model, batch) -> losses [B].
         model: in training.
         rows: of which batches are made.
         passes: of the model, which measure gradients; None: losses are compared alone.
+        inspect: is called with the losses of all rows, whose graph it keeps.
 
     Attributes:
         every: the index of all rows.
         untouched: the outcome for these with all modules in the modes they had.
         first: the same with those that draw in eval mode.
-        written: names of frozen parameters that the forward wrote to.
-        changed: what else of the model's state is another after ``untouched``.
+        changed: (kind, name) of what the model kept of ``untouched``.
         draws: whether random numbers are drawn by the collate function, or by what is not in eval mode.
     """
 
     def __init__(
-        self, loss_fn: LossFunction, model: nn.Module, rows: LoadedRows, passes: FirstPasses | None = None
-    ) -> None:
-        self._loss_fn, self.model, self.rows, self._passes = loss_fn, model, rows, passes
+        self, loss_fn: LossFunction, model: nn.Module, rows: LoadedRows, passes: FirstPasses | None = None,
+        inspect: Callable[[Tensor], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._loss_fn, self.model, self.rows, self._passes, self._inspect = loss_fn, model, rows, passes, inspect
         self._begins, self._quiet = random_states(), set[nn.Module]()
-        self._rounding, self._rounding_of_norms = ROUNDING[torch.float32], NORMS_ROUND
+        self._types = {parameter.dtype for parameter in model.parameters()}
         self.every = list(range(len(rows)))
-        before, frozen = state_of(model), frozen_marks(model)
+        before = _frozen(model) | _state_of(model)
         with self._noting_who_draws():
-            self.untouched = self.run(self.every, quiet=False, norms=True)
-        self.written = [name for name, mark in frozen_marks(model).items() if frozen.get(name, mark) != mark]
-        self.changed = changed(before, self.untouched.left)
+            self.untouched = self.run(self.every, quiet=False, norms=True, look=self._look)
+        left = _frozen(model) | self.untouched.left
+        self.changed = [key for key in before | left if not _same(before.get(key), left.get(key))]
         self.first = self.run(self.every, norms=True) if self._quiet else self.untouched
         self.draws = self.first.loaded.drew or self.first.states[1] != self._begins
-        self._rounding = ROUNDING.get(self.first.losses.dtype, self._rounding)
+        found = [ROUNDING.get(dtype, ROUNDING_OF_HALVES) for dtype in self._types if dtype.is_floating_point]
+        on_cpu = all(parameter.is_cpu for parameter in model.parameters())
+        self._rounding = max(found if on_cpu else [*found, ROUNDING_OF_DEVICES])
+
+    def _look(self, losses: Tensor) -> None:
+        """Notes the types that losses come through, the narrowest of which says how far they are rounded."""
+        nodes = [node for node in from_below(losses.grad_fn) if hasattr(node, "_input_metadata")]
+        self._types |= {losses.dtype, *(tensor.dtype for node in nodes for tensor in node._input_metadata)}
+        if self._inspect is not None:
+            self._inspect(losses)
 
     def run(
         self, *batches: Sequence[int], quiet: bool = True, norms: bool = False,
-        watch: AbstractContextManager[Any] | None = None,
+        look: Callable[[Tensor], None] | None = None, watch: AbstractContextManager[Any] | None = None,
     ) -> TrialOutcome:  # fmt: skip
-        """The outcome for the last of some batches, tried one after another, each from the same random numbers.
-
-        Args:
-            batches: indices of rows.
-            quiet: modules that draw random numbers are in eval mode.
-            norms: those of gradients are measured.
-            watch: watches the forwards.
-        """
+        """The outcome for the last of some batches, tried one after another, each from the same random numbers."""
         every = [self.rows.load(index) for index in batches]
         with without_trace(self.model):
             for module in self._quiet if quiet else ():
                 module.training = False
             for loaded in every:
                 set_random_states(self._begins)
-                with watch or nullcontext():
+                with watch or nullcontext():  # graphs are recorded, since the loss function may need one of its own
                     losses = self._loss_fn(self.model, loaded.batch)
-            states, left = (loaded.states, random_states()), state_of(self.model)
+            states, left = (loaded.states, random_states()), _state_of(self.model)
+            if look is not None:
+                look(losses)
             measured = self._norms(losses) if norms else None
         return TrialOutcome(losses.detach(), measured, loaded._replace(batch=None), left, states)
 
@@ -129,7 +137,9 @@ class TrialLosses:
         """Whether gradient norms [n] differ from others by more than rounding may do, and by what clipping may show."""
         assert self._passes is not None
         least = LEAST_SHARE * self._passes.clipping.sensitivity
-        return not bool(torch.isclose(these, those, rtol=self._rounding_of_norms, atol=least, equal_nan=True).all())
+        return not bool(
+            torch.isclose(these, those, rtol=max(NORMS_ROUND, 2 * self._rounding[0]), atol=least, equal_nan=True).all()
+        )
 
     def differ(self, these: Tensor, those: Tensor) -> bool:
         """Whether losses [n] differ from others by more than rounding may do, or are of another number."""
@@ -139,26 +149,17 @@ class TrialLosses:
         off = max(self._rounding[0] * largest, self._rounding[1])
         return not bool(torch.isclose(these, those, rtol=0, atol=off, equal_nan=True).all())
 
-    def watched(self, index: Sequence[int]) -> tuple[set[torch.dtype], Any]:
-        """Floating-point types of all that is computed for the rows ``index``, and what is drawn: sizes and states.
+    def drawn(self, index: Sequence[int]) -> Any:
+        """Sizes of the random numbers that are drawn for the rows ``index``, and states after them.
 
-        Nothing where that can't be watched, as in compiled functions.
+        None where that can't be watched, as in compiled functions.
         """
-        seen = _Seen()
+        watch = _Drawn()
         try:
-            return seen.types, (seen.drawn, self.run(index, watch=seen).states)
+            return self.run(index, watch=watch).states, watch.sizes
         except Exception as error:
-            log.info("what losses are computed of can't be watched: %s: %s", type(error).__name__, error)
-            return set(), None
-
-    def allow_rounding(self) -> None:
-        """From now on differences count that are more than the narrowest type rounds that losses come through."""
-        parameters = list(self.model.parameters())
-        types = self.watched(self.every)[0] | {self.first.losses.dtype, *(each.dtype for each in parameters)}
-        found = [ROUNDING.get(dtype, ROUNDING_OF_HALVES) for dtype in types]
-        on_cpu = all(each.is_cpu for each in parameters)
-        self._rounding = max(found if on_cpu else [*found, ROUNDING_OF_DEVICES])
-        self._rounding_of_norms = max(NORMS_ROUND, 2 * self._rounding[0])
+            log.info("random numbers can't be watched: %s: %s", type(error).__name__, error)
+            return None
 
     def widened(self) -> TrialLosses | None:
         """The same of a copy of the model in float64; None where not all comes in that type."""
@@ -167,7 +168,8 @@ class TrialLosses:
         passes = None
         if self._passes is not None:
             passes = FirstPasses(model, Sharding(model), self._passes.clipping, "auto", Planner(), None)
-        found = TrialLosses(self._loss_fn, model, self.rows.widened(), passes)
+        rows = replace(self.rows, transform=lambda batch: tree_map(_widened, self.rows.transform(batch)))
+        found = TrialLosses(self._loss_fn, model, rows, passes)
         as_much = (found.first.norms is None) == (self.first.norms is None)
         return found if as_much and found.first.losses.dtype == torch.float64 else None
 
@@ -194,18 +196,63 @@ class TrialLosses:
             yield
 
 
-class _Seen(TorchDispatchMode):
-    """Notes the floating-point types of all that is computed, and the shapes of random numbers."""
+class _Drawn(TorchDispatchMode):
+    """Notes the shapes of random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.types: set[torch.dtype] = set()
-        self.drawn: list[torch.Size] = []
+        self.sizes: list[torch.Size] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        tensors = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
-        self.types.update(each.dtype for each in tensors if each.is_floating_point())
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.drawn += [each.shape for each in tensors]
+            self.sizes += [each.shape for each in tree_leaves(found) if isinstance(each, Tensor)]
         return found
+
+
+def _widened(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
+
+
+def _state_of(model: nn.Module) -> State:
+    """What a model has now, in whichever way it was written."""
+    found: State = {("buffer", name): buffer.detach().clone() for name, buffer in model.named_buffers()}
+    for path, module in model.named_modules():
+        for own, value in vars(module).items():
+            if own in OF_MODULES:
+                continue
+            name = f"{path}.{own}" if path else own
+            if (tensor := tensor_in(value)) is not None:
+                found["attribute", name] = tensor.detach().clone()
+            else:
+                found["object", name] = value, len(value) if isinstance(value, list | dict | set) else 0
+    return found
+
+
+def _frozen(model: nn.Module) -> State:
+    """Its frozen parameters. They may be large, so that they aren't copied."""
+    frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+    return {
+        ("frozen parameter", name): (each, each._version, each.data_ptr(), _sum(each)) for name, each in frozen.items()
+    }
+
+
+def _sum(parameter: Tensor) -> float:
+    return float(parameter.double().nansum()) if parameter.numel() <= LARGE else 0.0
+
+
+def unlike(these: State, those: State, kind: str) -> list[str]:
+    """Names of tensors of a kind with other values; one that has another shape is a cache."""
+    both = [key for key in these if key[0] == kind and key in those and these[key].shape == those[key].shape]
+    return [name for _, name in both if not _same(these[kind, name], those[kind, name])]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return one[0] is other[0] and one[1:] == other[1:]
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or one.layout != torch.strided or one.is_quantized:
+        return False
+    if other.layout != torch.strided or one.is_nested or other.is_nested or one.shape != other.shape:
+        return False
+    alike = one.dtype == other.dtype and one.device == other.device
+    return alike and bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())

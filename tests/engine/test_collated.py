@@ -85,7 +85,7 @@ def test_one_long_text_is_found_in_the_first_batch_that_has_it(name, size, physi
     ("name", "said"),
     [
         ("mean_pooling_without_a_mask", "padding(.|\n)*mask(.|\n)*own count(.|\n)*fixed length(.|\n)*collate function"),
-        ("users_rows_sorted_by_length", r"changes the order of the rows.*unit_ids.*keep the rows in the order"),
+        ("users_rows_sorted_by_length", "unit_ids keep the rows in the order"),
     ],
 )
 def test_the_remedies_are_named_the_likely_ones_first(name, said):
