@@ -180,7 +180,11 @@ def _leaves_of(batch: Any, rows: int, name: str = "", depth: int = DEPTH) -> Ite
     else:
         parts = list(attributes_of(batch).items())
     for own, value in parts:
-        yield from _leaves_of(value, rows, f"{name}.{'*' if each else own}", depth - 1)
+        below = f"{name}.{'*' if each else own}"
+        if isinstance(value, Tensor):
+            yield below, value
+        else:
+            yield from _leaves_of(value, rows, below, depth - 1)
 
 
 class Sizes:

@@ -144,17 +144,15 @@ class MicroBatches:
         self.most, self.is_open = most, False
         self._found(most)
 
-    def find(
-        self, clipper: GhostClipper, optimizer: Optimizer, loss_fn: LossFunction, examples: Any, rows: int
-    ) -> None:
-        """Finds ``most`` by trial, if the batch has examples; to be called while it is open.
+    def find(self, clipper: GhostClipper, optimizer: Optimizer, loss_fn: LossFunction, whole: Piece) -> None:
+        """Finds ``most`` by trial where it is still to be found and the physical batch has examples.
 
         Raises:
             TypeError: the batch can't be divided.
             MemoryError: not even one example fits.
         """
-        assert self._memory is not None
-        if not rows:
+        examples, rows = whole.examples, whole.rows
+        if self._memory is None or not self.is_open or not rows:
             return
         try:
             rows_of(examples, rows, 0, 1)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules.loss import _Loss
+from torch.utils._pytree import tree_map
 
 from ghostclip.clipper import ClippingResult
 from ghostclip.clipper.forwards import forward_of
@@ -20,7 +21,7 @@ from ghostclip.engine.micro_batching import LossFunction, Piece
 from ghostclip.engine.release import Release
 from ghostclip.errors import LossShapeError, PrivacyError, RowsMovedError, UnsupportedModelError
 from ghostclip.sampling import BatchState, LogicalBatch
-from ghostclip.self_check import LoadedRows, SelfCheck
+from ghostclip.self_check import SelfCheck
 from ghostclip.traces import StepTrace
 
 __all__ = ["BatchIndexOf", "LogicalStep", "LossFunction", "StepRecord"]
@@ -62,13 +63,15 @@ class LogicalStep:
         self, batch: LogicalBatch, loss_fn: LossFunction, batch_index: BatchIndexOf = None
     ) -> list[ClippingResult]:
         """The step of a logical batch that `start` has checked; returns what was clipped of each physical batch."""
-        clip, results = self.clip if self._clipper.compiled is None else self._clip_compiled, []
+        results = []
         try:
             for examples in batch.physical():
-                whole = self._before(batch, loss_fn, examples, batch_index)
+                whole = self._turn(examples, None if batch_index is None else batch_index(examples))
+                self.micro_batches.find(self._clipper, self._optimizer, loss_fn, whole)  # once, where it is to be found
+                self._self_check.before(loss_fn, whole, batch, self.micro_batches.most)  # in first and in random steps
                 for piece in self.micro_batches.pieces(whole):  # one, unless memory runs out
                     with piece:
-                        results.append(clip(loss_fn, piece))  # losses, norms, weights, clipped sums
+                        results.append(self._clip(loss_fn, piece))  # losses, norms, weights, clipped sums
             self.release.update()  # charge, noise, optimizer.step()
             self._optimizer.zero_grad()
         except BaseException as failure:
@@ -76,8 +79,10 @@ class LogicalStep:
             raise
         return results
 
-    def clip(self, loss_fn: LossFunction, piece: Piece) -> ClippingResult:
+    def _clip(self, loss_fn: LossFunction, piece: Piece) -> ClippingResult:
         """Forward and both passes of a physical batch, or of a piece of one."""
+        if self._clipper.compiled is not None and self._self_check.over:
+            return self._clip_compiled(loss_fn, piece)
         with self._clipper.passes.running(forward_of(self._model, loss_fn, piece.examples, piece.rows)):
             losses = loss_fn(self._model, piece.examples)
             if self._scaling.is_dynamic:
@@ -117,9 +122,7 @@ class LogicalStep:
         self.release.sensitivity = max(self.release.sensitivity, result.sensitivity)
 
     def _clip_compiled(self, loss_fn: LossFunction, piece: Piece) -> ClippingResult:
-        """`clip` by a graph of forward and passes, from the end of the self-check on."""
-        if not self._self_check.over:
-            return self.clip(loss_fn, piece)
+        """The same by a graph of forward and passes, from the end of the self-check on."""
         with self._sums.physical_batch(piece.more) as add:
             self._clipper.passes.index.watch()
             result, sums = self._clipper.clip_compiled(loss_fn, piece.examples)
@@ -161,17 +164,6 @@ class LogicalStep:
         self.updates.check_written()
         rows, users = batch.sizes[batch.handed - 1], batch.users[batch.handed - 1]
         return Piece(examples, rows, rows if users is None else users.users, users, batch_index)
-
-    def _before(self, batch: LogicalBatch, loss_fn: LossFunction, examples: Any, batch_index: BatchIndexOf) -> Piece:
-        """Before the passes of a physical batch: how many examples fit, and whether their losses depend on others."""
-        whole = self._turn(examples, None if batch_index is None else batch_index(examples))
-        if self.micro_batches.is_open:
-            self.micro_batches.find(self._clipper, self._optimizer, loss_fn, examples, whole.rows)
-        rows, each = batch.rows[batch.handed - 1], whole.rows // whole.units if whole.units else 1
-        loaded = LoadedRows(batch.dataset, batch.collate, rows, batch.passed, each)
-        most = self.micro_batches.most
-        self._self_check.before(loss_fn, examples, loaded, batch, most, ragged=whole.batch_index is not None)
-        return whole
 
     def start(self, batch: LogicalBatch, loss_fn: LossFunction, batch_index: BatchIndexOf = None) -> None:
         """Checks the arguments of `PrivacyEngine.step`; all ranks begin it."""
@@ -327,14 +319,11 @@ class StepRecord:
     @classmethod
     def of(cls, results: Sequence[ClippingResult]) -> StepRecord:
         """The record of a logical batch from its physical ones, in their order."""
-        found: list[Any] = [(result.losses, result.norms, result.weights) for result in results]
-        if len(found) == 1:
-            return cls(*found[0])
-        return cls(*map(_joined, zip(*found, strict=True))) if found else cls(*map(torch.zeros, (0, 0, 0)))
+        if not results:
+            return cls(*map(torch.zeros, (0, 0, 0)))
+        first, *others = [(result.losses, result.norms, result.weights) for result in results]
+        return cls(*(tree_map(_joined, first, *others) if others else first))
 
 
-def _joined(parts: tuple[Any, ...]) -> Any:
-    """The physical batches' values one after another: [B], or {group: [B]}."""
-    if isinstance(parts[0], dict):
-        return {group: torch.cat([part[group] for part in parts]) for group in parts[0]}
+def _joined(*parts: Any) -> Any:
     return torch.cat(parts)

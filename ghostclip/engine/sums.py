@@ -57,25 +57,26 @@ class ClippedSums:
             PrivacyError: a parameter has a hook.
         """
         self.check()
-        self._refuse_hooks()
+        if (name := with_hook(self._passes.index.trained())) is not None:  # it may change its private gradient
+            raise PrivacyError(
+                f"the parameter {name!r} has a hook, which would see no gradient: clipped sums aren't delivered to "
+                "p.grad before the noise is added; remove it (to train a part of the model, set requires_grad=False on "
+                "the rest)"
+            )
         self._released = []
         self._new.totals.clear()  # which an interruption may have left
         try:
             with self._totals.physical_batch(self._new.add, self._new.totals) as add:
                 yield add
-                self._keep(more)
+                try:
+                    self._totals.add(self._new.totals)
+                    self.drop_gradients()
+                    self.count += not more
+                except BaseException:  # adding can't be undone
+                    self.discard()
+                    raise
         finally:
             self._new.totals.clear()
-
-    def _keep(self, more: bool) -> None:
-        """Adds what is new and counts it; where that fails all is discarded, since adding can't be undone."""
-        try:
-            self._totals.add(self._new.totals)
-            self.drop_gradients()
-            self.count += not more
-        except BaseException:
-            self.discard()
-            raise
 
     def check(self) -> None:
         """Raises GradientLeakError where someone else filled a p.grad before anything was gathered.
@@ -86,15 +87,6 @@ class ClippedSums:
             self._guard.check(self._named)
         self._totals.check()
 
-    def _refuse_hooks(self) -> None:
-        """Raises PrivacyError for a hook on a parameter, which may change its private gradient, or expect one."""
-        if (name := with_hook(self._passes.index.trained())) is not None:
-            raise PrivacyError(
-                f"the parameter {name!r} has a hook, which would see no gradient: clipped sums aren't delivered to "
-                "p.grad before the noise is added; remove it (to train a part of the model, set requires_grad=False on "
-                "the rest)"
-            )
-
     def complete(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """See `Totals.complete`."""
         return self._totals.complete(parameters)
@@ -102,23 +94,19 @@ class ClippedSums:
     @torch.no_grad()
     def put_in_place(self, parameters: Sequence[nn.Parameter], private: Sequence[Tensor]) -> None:
         """Puts private gradients into the p.grads in place of the sums; every other p.grad becomes None."""
-        self._warn_of_lost()
-        self.drop_gradients()
-        for parameter, gradient in zip(parameters, private, strict=True):
-            parameter.grad = gradient.to(parameter.dtype)
-        self.remember_released()
-        self.discard()
-
-    def _warn_of_lost(self) -> None:
-        """Logs once that a gradient came between the backward and the step."""
-        for name, parameter in self._named:
-            if parameter.grad is not None and self.count and not self._warned:
+        for name, parameter in self._named if self.count and not self._warned else ():
+            if parameter.grad is not None and not self._warned:
                 self._warned = True
                 log.warning(
                     "a gradient of %r came between engine.backward() and the step and has no effect: the step "
                     "overwrites p.grad. Put what is to be minimised into each example's loss",
                     name,
                 )
+        self.drop_gradients()
+        for parameter, gradient in zip(parameters, private, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+        self.remember_released()
+        self.discard()
 
     def remember_released(self) -> None:
         """Takes what stands in the p.grads for what a step left there, which needs no zero_grad."""

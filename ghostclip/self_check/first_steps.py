@@ -9,7 +9,7 @@ import logging
 import random
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +32,15 @@ MOST = 32
 NOTHING_RELEASED = "Nothing of this batch was released or charged (self_check=False switches this test off)"
 
 log = logging.getLogger("ghostclip")
+
+
+class PhysicalBatch(Protocol):
+    """Examples as the loss function gets them, so many rows of so many units of privacy."""
+
+    examples: Any
+    rows: int
+    units: int
+    batch_index: Any
 
 
 class SelfCheck:
@@ -67,30 +76,29 @@ class SelfCheck:
         """Whether nothing is left to be looked at but losses."""
         return not (self._to_compare or self._to_move)
 
-    def before(
-        self, loss_fn: LossFunction, batch: Any, rows: LoadedRows, logical: object, most: int | None, ragged: bool
-    ) -> None:
+    def before(self, loss_fn: LossFunction, physical: PhysicalBatch, logical: Any, most: int | None) -> None:
         """Before a physical batch's forward: compares losses if its turn has come.
 
         Args:
-            loss_fn: (model, batch) -> losses [rows].
-            batch: physical.
-            rows: of the batch.
-            logical: the batch it is part of, of which one part is compared in the first steps.
+            loss_fn: (model, examples) -> losses [rows].
+            physical: the batch.
+            logical: the `LogicalBatch` it is part of, of which one part is compared in the first steps.
             most: units of privacy that fit into memory; None: all.
-            ragged: whether rows of layers are told by an index, which parts of the batch have none of.
 
         Raises:
             ExamplesMixError: a loss depends on other examples, or the model keeps something of them.
             VerificationError: as `backward`.
         """
-        if not self._wanted or rows.units < 2:
+        if not self._wanted or physical.units < 2:
             return
-        larger = not self._tried.hold(batch, len(rows))
+        larger = not self._tried.hold(physical.examples, physical.rows)
         if not (self._is_due(logical) or larger):
             return
+        # Rows of layers are told by an index, which parts of the batch have none of.
+        ragged, each = physical.batch_index is not None, physical.rows // physical.units
+        rows = LoadedRows(logical.dataset, logical.collate, logical.rows[logical.handed - 1], logical.passed, each)
         try:
-            some = self._some(batch, rows, larger, rows.units if most is None else min(most, rows.units))
+            some = self._some(physical.examples, rows, larger, min(most or rows.units, rows.units))
             passes = None if ragged or self._clipper.sharding.sharded else self._clipper.passes
             self._compare(TrialLosses(loss_fn, self._model, some, passes, None if ragged else self._look))
         except VerificationError:
@@ -98,7 +106,7 @@ class SelfCheck:
         except Exception as error:  # what is wrong with the batch itself shows in its own forward
             self._say(f"losses can't be compared among other examples ({type(error).__name__}: {error})")
         if larger:
-            self._tried.add(batch, len(rows))
+            self._tried.add(physical.examples, physical.rows)
 
     def _is_due(self, logical: object) -> bool:
         """Whether it is the first part of a logical batch in the first steps, or a random one later."""
