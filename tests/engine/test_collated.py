@@ -104,6 +104,15 @@ def test_padding_is_named_and_not_the_layer_that_sees_it_first():
         train(engine_of((model, data, loss_fn, {}), batch_size=16), loss_fn)
 
 
+def test_padding_is_found_behind_a_head_of_zeros():
+    """Of which no loss depends on the text, as at the start of fine-tuning: gradients do."""
+    torch.manual_seed(0)
+    training = MIXING["mean_pooling_without_a_mask"]()
+    nn.init.zeros_(training[0].head.weight)
+    with pytest.raises(UnsupportedModelError, match="examples that mix"):
+        train(engine_of(training), training[2], 1)
+
+
 def test_of_a_collate_function_that_draws_it_is_said_once_what_is_not_tested(caplog):
     torch.manual_seed(0)
     training = HONEST["tokens_masked_at_random"]()

@@ -14,11 +14,10 @@ from honest_losses import HONEST, network, plain, rows
 from mixing_losses import MIXING, above_the_median, over_their_number, own, weights_over_their_sum
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import ghostclip
-from ghostclip import PrivacyEngine, UnsupportedModelError, VerificationError
+from ghostclip import PrivacyEngine, VerificationError
 from ghostclip.self_check import first_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:the DataLoader's SequentialSampler is replaced")
@@ -174,76 +173,6 @@ def test_a_loss_function_that_fails_on_small_batches_is_tried_by_exchanging_rows
         assert "RuntimeError: too few" in log()
 
 
-def train(model, data, loss_fn, steps=12, **options):
-    options = {"batch_size": 16, "noise_multiplier": 1.0, **options}
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.pop("lr", 0.1))
-    engine = PrivacyEngine(model, optimizer, data, **options)
-    runs.train(engine, steps, loss_fn)
-    return engine
-
-
-class Times(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.factor, None
-
-
-def by_hook(model, batch):
-    hidden, factor = model[0](batch[0]), float(batch[0].abs().max())
-    if hidden.requires_grad:
-        hidden.register_hook(lambda gradient: gradient * factor)
-    return runs.losses_of(model[1], [hidden, batch[1]])
-
-
-def by_function(model, batch):
-    hidden = Times.apply(model[0](batch[0]), float(batch[0].abs().max()))
-    return runs.losses_of(model[1], [hidden, batch[1]])
-
-
-def by_detaching(model, batch):
-    losses = runs.losses_of(model, batch)
-    return losses.detach() + float(batch[0].abs().max()) * (losses - losses.detach())
-
-
-@pytest.mark.parametrize("loss_fn", [by_hook, by_function, by_detaching])
-def test_gradients_that_depend_on_others_where_losses_do_not_are_refused(loss_fn):
-    with pytest.raises(UnsupportedModelError):
-        train(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), runs.data(64), loss_fn)
-
-
-class Pooled(nn.Module):
-    def __init__(self, zero):
-        super().__init__()
-        self.words, self.head = nn.Embedding(30, 16, padding_idx=0), nn.Linear(16, 3)
-        with torch.no_grad():
-            if zero:
-                self.head.weight.zero_()
-                self.head.bias.zero_()
-
-    def forward(self, ids):
-        return self.head(self.words(ids).mean(1))
-
-
-def padded(rows):
-    return pad_sequence([text for text, _ in rows], batch_first=True), torch.tensor([y for _, y in rows])
-
-
-def texts():
-    return [(torch.randint(1, 30, (4 + row % 30,)), row % 3) for row in range(64)]
-
-
-def test_padding_is_found_behind_a_head_of_zeros():
-    """Of which no loss depends on the text, as at the start of fine-tuning."""
-    torch.manual_seed(0)
-    with pytest.raises(UnsupportedModelError):
-        train(Pooled(zero=True), DataLoader(texts(), 16, collate_fn=padded), runs.losses_of, lr=0.0)
-
-
 @dataclasses.dataclass
 class Row:
     x: torch.Tensor
@@ -290,39 +219,3 @@ def test_check_does_not_call_a_batch_fine_that_it_can_not_take_apart(kind):
         return F.cross_entropy(model(x - x.mean(0)), y, reduction="none")
 
     assert ghostclip.check(nn.Linear(5, 3), loss_fn, batch)
-
-
-def test_a_statistic_that_both_halves_share_with_the_whole_is_refused():
-    """Weights by the counts of two classes, of which the short texts and the long ones have as many."""
-    torch.manual_seed(0)
-    data = [(torch.randint(1, 30, (length,)), length % 2) for length in range(4, 12)]
-
-    def collate(rows):
-        ids = pad_sequence([F.pad(text, (0, 12 - len(text))) for text, _ in rows], batch_first=True)
-        labels = torch.tensor([y for _, y in rows])
-        return ids, labels, len(labels) / torch.bincount(labels, minlength=2)
-
-    def loss_fn(model, batch):
-        return runs.losses_of(model, batch[:2]) * batch[2][batch[1]]
-
-    with pytest.raises(UnsupportedModelError, match="examples that mix"):
-        train(Pooled(zero=False), DataLoader(data, 8, collate_fn=collate), loss_fn, batch_size=8)
-
-
-def test_differences_of_sums_are_honest_rounding():
-    """Two scores of 1e4 and more that are subtracted, as log-probabilities of long texts are."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-
-    def collate(rows):
-        x = pad_sequence([row for (row,) in rows], batch_first=True)
-        return x, (x != 0).any(2)
-
-    def loss_fn(model, batch):
-        x, mask = batch
-        one, two = ((100 + model(part)[..., 0]) * mask for part in (x, x * 1.01))
-        return F.softplus(one.sum(1) - two.sum(1))
-
-    data = [(torch.randn(int(length), 8),) for length in torch.randint(50, 400, (64,))]
-    engine = train(model, DataLoader(data, 16, collate_fn=collate), loss_fn, 6)
-    assert engine.steps_taken == 6

@@ -339,3 +339,37 @@ def divided_by_the_number_of_boxes() -> Training:
 
 
 MIXING["divided_by_the_number_of_boxes"] = divided_by_the_number_of_boxes
+
+
+def classes_counted() -> Training:
+    """Weights by the counts of two classes, of which the short texts and the long ones have as many."""
+    data = [(torch.randint(1, WORDS, (length,)), length % 2) for length in range(4, 12)]
+
+    def collate(rows: list[Any]) -> Any:
+        batch = padded([(F.pad(text, (0, 12 - len(text))), y) for text, y in rows])
+        return {**batch, "weights": len(rows) / torch.bincount(batch["y"], minlength=2)}
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return class_losses(model, batch) * batch["weights"][batch["y"]]
+
+    return by(lambda m, b: m.head(m.emb(b["ids"]).mean(1))), loader(data, collate), loss_fn, {"batch_size": 8}
+
+
+def differences_of_long_sums() -> Training:
+    """Two scores of 1e4 and more that are subtracted, as log-probabilities of long texts are: rounding, and no more."""
+
+    def collate(rows: list[Any]) -> Any:
+        x = pad_sequence(rows, batch_first=True)
+        return x, (x != 0).any(2)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        x, mask = batch
+        one, two = ((100 + model(part)[..., 0]) * mask for part in (x, x * 1.01))
+        return F.softplus(one.sum(1) - two.sum(1))
+
+    data = [torch.randn(int(length), 8) for length in torch.randint(50, 400, (64,))]
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), loader(data, collate), loss_fn, {}
+
+
+MIXING["weighted_by_counts_that_halves_share"] = classes_counted
+HONEST["differences_of_long_sums"] = differences_of_long_sums
