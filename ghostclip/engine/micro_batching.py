@@ -42,14 +42,12 @@ class Piece(AbstractContextManager[None]):
     It catches what `MicroBatches.pieces` tries again for: memory that ran out, and RowsMovedError.
 
     Attributes:
-        examples: as the loss function gets them.
         rows: size of its tensors in dimension 0, a multiple of ``units``.
         units: how many examples (or users) it has.
         users: whose rows they are; None where each row is a unit of its own.
-        batch_index: for ragged examples: the example of each row, as `GhostClipper.backward` takes it.
         more: whether another piece of the same physical batch follows.
         again: whether this is the second try, after its rows had moved.
-        out_of_memory: what torch said; None where memory didn't run out.
+        out_of_memory: what torch said.
         rows_moved: whether its rows didn't lie as those of earlier batches, which another forward may show.
     """
 
@@ -111,11 +109,7 @@ class MicroBatches:
     Args:
         memory: what trials may use; None: there are none, and batches are divided where memory runs out only.
         largest: logical batches hardly have more examples than this.
-        found: called with the number that was found.
-
-    Attributes:
-        most: the most examples (or users) that are tried at once; None: all.
-        is_open: whether that is still to be found.
+        found: called with the number ``most`` that was found, of examples (or users) that are tried at once.
     """
 
     def __init__(

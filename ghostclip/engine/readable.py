@@ -17,13 +17,9 @@ log = logging.getLogger("ghostclip")
 class ReadableExamples:
     """Whether a logical batch has an example with a finite loss and gradient; says so once where none of many has.
 
-    It changes no sum, and takes a host sync only for physical batches of which an example was left out.
-
-    Args:
-        leads: whether this process says it; others that train with it don't.
-
-    Attributes:
-        facts: how many examples were seen of the logical batch, and whether one of them was finite.
+    It changes no sum, and takes a host sync only for physical batches of which an example was left out. ``facts`` are
+    how many examples were seen of the logical batch, and whether one of them was finite. One process of several
+    ``leads`` and says it.
     """
 
     def __init__(self, leads: bool) -> None:
@@ -35,12 +31,7 @@ class ReadableExamples:
         self.facts = (0, False)
 
     def saw(self, result: ClippingResult, left_out: bool) -> None:
-        """A physical batch was gathered.
-
-        Args:
-            result: of its clipping.
-            left_out: whether an example of it may have been left out; where it is False, none was.
-        """
+        """A physical batch was gathered, of which no example was left out unless ``left_out``."""
         vectors = list(result.norms.values()) if isinstance(result.norms, dict) else [result.norms]
         seen, found = self.facts
         if not (found or left_out):

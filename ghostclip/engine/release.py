@@ -47,16 +47,12 @@ class Release:
     Args:
         clipper: of the model in training.
         optimizer: gets hooks before and after its step.
-        noise: where the noise comes from.
-        noise_multiplier: of the engine; 0: no noise in any step.
+        noise, noise_multiplier: of the engine; 0: no noise in any step.
         terms: from a step's number to its noise, batch size and thresholds.
         charge: called with them once for each step, after all checks and before anything is released; it may refuse.
-        scaling: what is known of the scale of losses; None: they come as they are.
-        ranks: which train together; None: this process alone.
-        micro_batches: how physical batches are divided, on which ranks agree; None: where memory runs out only.
+        scaling, ranks, micro_batches: of the engine; None: losses as they are, in this process alone, in one piece.
 
     Attributes:
-        clipper, optimizer, charge, scaling, ranks, micro_batches: as given.
         terms: of the logical batch handed out last, at first those of the first step.
         sums: what was gathered.
         updates: whether parameters moved in steps only.

@@ -74,14 +74,10 @@ class Restored:
 
 @dataclass
 class Snapshots:
-    """Saves and restores one engine.
+    """Saves and restores one engine, whose own these are. Of several ranks the leading one writes, and all read.
 
-    Args:
-        model, optimizer: as the engine trains them.
-        policy: of clipping; its state is kept where it has ``state_dict`` and ``load_state_dict``.
-        loader, noise, spending, steps: the engine's own.
-        agreed: {name of an argument: value, as JSON} that must be the same when the checkpoint is restored.
-        ranks: which train together: the leading one writes, all read.
+    ``agreed`` are arguments {name: value, as JSON} that must be the same when the checkpoint is restored. The state of
+    the clipping policy is kept where it has ``state_dict`` and ``load_state_dict``.
     """
 
     model: nn.Module

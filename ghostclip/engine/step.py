@@ -41,13 +41,7 @@ OF_USERS = (
 class LogicalStep:
     """Clips the physical batches of each logical batch and adds up their sums. `Release` adds the noise to the total.
 
-    Args:
-        release: checks, charge, noise and update.
-        self_check: whether the first steps are looked at, see `SelfCheck`.
-
-    Attributes:
-        release: as given.
-        updates, micro_batches: its own.
+    ``self_check``: whether the first steps are looked at, see `SelfCheck`.
     """
 
     def __init__(self, release: Release, self_check: bool = True) -> None:

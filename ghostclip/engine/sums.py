@@ -23,13 +23,8 @@ class ClippedSums:
     """Adds up the clipped sums of physical batches, in float32 or wider, and exchanges them for the private gradient.
 
     A gradient of someone else's that stands in a p.grad when a logical batch begins is refused. From the first sum on
-    every p.grad is None, and what is written there has no effect: `release` overwrites all of them.
-
-    Args:
-        clipper: of the model.
-
-    Attributes:
-        count: how many physical batches the sums hold.
+    every p.grad is None, and what is written there has no effect: `put_in_place` overwrites all of them. ``count`` is
+    the number of physical batches that the sums hold.
     """
 
     def __init__(self, clipper: GhostClipper) -> None:

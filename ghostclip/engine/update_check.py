@@ -22,9 +22,8 @@ class UpdateCheck:
     type exchanged for another. Not seen are values written through ``parameter.data``, and those that fused optimizers
     write, which torch doesn't count. Frozen parameters may change.
 
-    Args:
-        model: whose parameters are watched, as they are now: later ones are not accepted in their place.
-        sharding: of its parameters. Shards are watched, whichever Parameters are in their places.
+    Parameters that a model gets later are not accepted in their place. Of a sharded model shards are watched, whichever
+    Parameters are in their places.
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding) -> None:
