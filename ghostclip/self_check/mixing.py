@@ -111,9 +111,7 @@ class MixingTest:
         except Exception as error:  # a loss function need not take copies of a row
             self._say(f"losses can't be compared where rows are exchanged ({type(error).__name__}: {error})")
             return None
-        if test is None:
-            return None
-        if not self._repeats(test) or self._is_rounding(test):
+        if test is None or not self._repeats(test) or self._is_rounding(test):
             return None
         # Whatever sees the padding, the first layer's output has other sizes, and would be blamed.
         sizes = [sizes_of(trial.rows.load(part).batch, len(part)) for part in (trial.every, *self._halves)]
