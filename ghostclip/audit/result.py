@@ -93,6 +93,9 @@ class Audit:
     one_run: OneRun | None
     seconds: float
 
+    def __repr__(self) -> str:
+        return f"Audit({self.verdict})"
+
     @property
     def audited(self) -> float:
         """The best lower bound on the epsilon of the whole training."""

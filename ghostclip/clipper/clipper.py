@@ -55,6 +55,11 @@ class ClippingResult:
     sensitivity: float
     losses: Tensor | None = None
 
+    def __repr__(self) -> str:
+        """No private number."""
+        names = "norms, weights" if self.losses is None else "norms, weights, losses"
+        return f"ClippingResult(sensitivity={self.sensitivity:g}; {names}: private data of single examples)"
+
 
 class GhostClipper(RefusesNames):
     """Computes per-example gradient norms and clipped sums exactly, without materialising per-example gradients.

@@ -62,6 +62,8 @@ class StrategyTable:
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
+    __repr__ = __str__  # what a notebook shows
+
     def __len__(self) -> int:
         return len(self.rows)
 

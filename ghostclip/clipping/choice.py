@@ -11,6 +11,7 @@ from ghostclip.clipping.adaptive import Adaptive
 from ghostclip.clipping.composed import Composed
 from ghostclip.clipping.groups import CustomGroups, Grouped, Groupwise, PerLayer
 from ghostclip.clipping.policies import Automatic, Custom, Flat, Policy, clamped
+from ghostclip.clipping.thresholds import Fixed
 from ghostclip.validate import nonnegative, positive
 
 __all__ = ["Clamped", "as_policy"]
@@ -58,6 +59,8 @@ def as_policy(clipping: Any) -> Policy | Groupwise:
         return CustomGroups(clipping.function, clipping.sensitivity, clipping.groups)
     if type(clipping) is Composed:
         return copy.deepcopy(clipping)  # it learns the groups of one model
+    if type(clipping) is PerLayer and clipping.has_patterns:
+        return Composed(thresholds=Fixed(clipping.thresholds))  # its sensitivity counts the layers of the model
     if type(clipping) in OWN or isinstance(clipping, (Adaptive, Clamped)):
         return clipping
     if isinstance(clipping, Groupwise):

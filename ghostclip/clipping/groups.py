@@ -17,6 +17,7 @@ from torch import Tensor
 from ghostclip.clipping.allocation import same_groups
 from ghostclip.clipping.partitions import ByLayer, ByName, Partition, as_partition
 from ghostclip.clipping.policies import checked_weights, flat_weights
+from ghostclip.errors import PrivacyError
 from ghostclip.norms.reduce import margin
 from ghostclip.validate import positive
 
@@ -93,10 +94,12 @@ class PerLayer(Thresholds):
     Args:
         max_norm: the sensitivity of the whole gradient. Each of m trained layers gets the threshold
             max_norm / sqrt(m). A dict is taken as ``thresholds``.
-        thresholds: {layer: norm} with every trained layer, in place of ``max_norm``. The model itself is "".
+        thresholds: {layer: norm} with every trained layer, in place of ``max_norm``. The model itself is "". A name
+            with ``*``, ``?`` or ``[...]`` is a pattern, as in `Fixed`: each layer that it fits is clipped to that norm.
 
     Raises:
         ValueError: both are given, or a number is out of range; in `partition` also: layers and thresholds differ.
+        PrivacyError: in `sensitivity`: it depends on the model, since there are patterns.
     """
 
     max_norm: float | Mapping[str, float] | None = None
@@ -107,6 +110,18 @@ class PerLayer(Thresholds):
             object.__setattr__(self, "thresholds", self.max_norm)
             object.__setattr__(self, "max_norm", None)
         self._check()
+
+    @property
+    def has_patterns(self) -> bool:
+        """Whether a threshold is for all layers that a pattern fits."""
+        return any(mark in name for name in self.thresholds or () for mark in "*?[")
+
+    @property
+    def sensitivity(self) -> float:
+        """``max_norm``, or the root of the sum of the squared thresholds."""
+        if self.has_patterns:
+            raise PrivacyError("the layers that a pattern fits are known once PerLayer is given to a model")
+        return super().sensitivity
 
     def partition(self, sizes: Mapping[str, int]) -> dict[str, str]:
         """{parameter name: name of its layer}."""

@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ class Fixed(ThresholdRule):
     """Thresholds of the user's: one number for each group, or the same number for all.
 
     Args:
-        norm: {group: norm > 0} for exactly the groups of the partition, or one norm.
+        norm: {group: norm > 0} for exactly the groups of the partition, or one norm. A name with ``*``, ``?`` or
+            ``[...]`` is a pattern: each group whose name it fits has that norm, unless the group's own name is there.
     """
 
     norm: Mapping[str, float] | float
@@ -64,8 +66,17 @@ class Fixed(ThresholdRule):
         """{group: norm}."""
         if not isinstance(self.norm, Mapping):
             return dict.fromkeys(sizes, self.norm)
-        same_groups("thresholds", set(sizes), set(self.norm))
-        return {group: self.norm[group] for group in sizes}
+        fits = {group: _names_for(group, self.norm) for group in sizes}
+        same_groups("thresholds", {name for group in sizes for name in fits[group] or [group]}, set(self.norm))
+        for group, names in fits.items():
+            if len(names) > 1:
+                raise ValueError(f"thresholds must fit each group once; {group!r} fits {', '.join(map(repr, names))}")
+        return {group: self.norm[names[0]] for group, names in fits.items()}
+
+
+def _names_for(group: str, names: Mapping[str, float]) -> list[str]:
+    """The group's own name where it is among ``names``, else the patterns that fit it."""
+    return [group] if group in names else [name for name in names if fnmatchcase(group, name)]
 
 
 @dataclass(frozen=True)

@@ -310,6 +310,10 @@ class StepRecord:
     norms: Any
     weights: Any
 
+    def __repr__(self) -> str:
+        """No number: how many examples there are is private, too."""
+        return "StepRecord(losses, norms, weights: private data of single examples)"
+
     @classmethod
     def of(cls, results: Sequence[ClippingResult]) -> StepRecord:
         """The record of a logical batch from its physical ones, in their order."""

@@ -44,6 +44,9 @@ class PrivateMean:
     noise: str
     generator: str
 
+    def __repr__(self) -> str:
+        return f"PrivateMean(of {len(self.mean)} features, event={self.event!r}, noise={self.noise!r})"
+
 
 @torch.no_grad()
 def private_mean(

@@ -47,6 +47,9 @@ class TracedStep:
     by_group: Mapping[str, np.ndarray]
     by_step: Mapping[str, float]
 
+    def __repr__(self) -> str:
+        return f"TracedStep(step={self.step}, groups={self.groups}; norms, by_group, by_step: private data)"
+
 
 class TraceFolder:
     """A new folder with one file per traced step, and a notice that the files are private data.

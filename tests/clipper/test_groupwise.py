@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ghostclip
 from ghostclip.clipping import Custom, Grouped, PerLayer, as_policy
-from ghostclip.errors import StaleInputError
+from ghostclip.errors import PrivacyError, StaleInputError
 
 
 def by_group(grads, group_of, thresholds):
@@ -239,6 +239,20 @@ def test_thresholds_may_come_first():
     assert PerLayer({"0": 3.0, "2": 4.0}) == PerLayer(thresholds={"0": 3.0, "2": 4.0})
 
 
+def test_a_pattern_gives_each_layer_that_it_fits_its_threshold():
+    model, x, y = model_and_batch()
+    found = {}
+    names = {"pattern": {"*": 1e-3, "3": 3e-3}, "layers": {"0": 1e-3, "2": 1e-3, "3": 3e-3}}
+    for kind, thresholds in names.items():
+        model.zero_grad()
+        found[kind] = ghostclip.GhostClipper(model, PerLayer(thresholds)).backward(losses_of(model, x, y))
+        found[kind, "sum"] = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert found["pattern"].sensitivity == found["layers"].sensitivity == pytest.approx(11**0.5 * 1e-3)
+    assert_close(found["pattern", "sum"], found["layers", "sum"], 1e-9)
+    with pytest.raises(PrivacyError, match="once PerLayer is given to a model"):
+        _ = PerLayer({"*": 1.0}).sensitivity
+
+
 def test_freezing_a_layer_moves_the_thresholds_of_the_others():
     model, x, y = model_and_batch()
     clipper = ghostclip.GhostClipper(model, PerLayer(3.0**0.5 * 1e-3))
@@ -262,6 +276,8 @@ def test_freezing_a_layer_moves_the_thresholds_of_the_others():
         (lambda: PerLayer({}), TypeError, "thresholds must be"),
         (lambda: PerLayer({"0": 1.0}, thresholds={"0": 1.0}), ValueError, "exclude each other"),
         (lambda: PerLayer(thresholds={"0": 1.0}), ValueError, r"missing: \['2', '3'\], unknown: none"),
+        (lambda: PerLayer({"*": 1.0, "7*": 1.0}), ValueError, r"missing: none, unknown: \['7\*'\]"),
+        (lambda: PerLayer({"*": 1.0, "[0-2]": 1.0}), ValueError, r"'0' fits '\*', '\[0-2\]'"),
         (lambda: Grouped({}), ValueError, "at least one group"),
         (lambda: Grouped({"a": []}), ValueError, "at least one pattern"),
         (lambda: Grouped({"a": "0.*"}), TypeError, "lists of name patterns"),

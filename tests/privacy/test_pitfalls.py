@@ -180,4 +180,9 @@ def test_what_a_step_returns_is_called_private():
     """early stopping and best-of-n on private metrics: spent, never charged; said where users look"""
     for text in (StepRecord.__doc__, ClippingResult.__doc__, ghostclip.PrivacyEngine.step.__doc__):
         assert "rivate data" in text
+    model = nn.Linear(5, 3)
+    record = runs.train(runs.engine_for(model), steps=1)[0]
+    result = ghostclip.GhostClipper(model).backward(runs.losses_of(model, runs.data(8)[:]))
+    assert repr(record) == "StepRecord(losses, norms, weights: private data of single examples)"
+    assert repr(result) == "ClippingResult(sensitivity=1; norms, weights: private data of single examples)"
     assert "early stopping" in (ROOT / "SECURITY.md").read_text()
