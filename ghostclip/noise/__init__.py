@@ -1,13 +1,19 @@
-"""Gaussian noise for a release: where the random numbers come from, and how they get into the clipped sums."""
+"""Gaussian noise for a release: where the random numbers come from, how they get into the clipped sums.
+
+And how the noise of one step depends on that of the steps before, where it does: `BandedToeplitz`, `BufferedToeplitz`.
+"""
 
 from __future__ import annotations
 
+from ghostclip.noise.banded import BandedToeplitz
+from ghostclip.noise.buffered import BufferedToeplitz
+from ghostclip.noise.correlation import Correlation
 from ghostclip.noise.hardened import HardenedNoise
 from ghostclip.noise.release import Noise
 from ghostclip.noise.standard import StandardNoise
 from ghostclip.validate import one_of, whole
 
-__all__ = ["MODES", "Noise", "noise_source"]
+__all__ = ["MODES", "BandedToeplitz", "BufferedToeplitz", "Correlation", "Noise", "noise_source"]
 
 MODES = ("standard", "hardened", "test")
 
