@@ -10,24 +10,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from ghostclip.validate import fraction, nonnegative, one_of, positive_int, whole
+from ghostclip.validate import fraction, nonnegative, one_of, positive, positive_int, whole
 
 __all__ = [
     "EVENTS",
     "RELATIONS",
     "SAMPLINGS",
     "UNITS",
+    "CyclicGaussian",
+    "CyclicPoissonGaussian",
     "Event",
     "FixedSizeGaussian",
     "JointGaussian",
     "SampledGaussian",
     "SampledRelease",
     "TruncatedGaussian",
+    "mechanism_of",
     "merged",
+    "within",
 ]
 
 RELATIONS = ("add_or_remove_one", "replace_one")
-SAMPLINGS = ("poisson", "without_replacement", "truncated")
+SAMPLINGS = ("poisson", "without_replacement", "truncated", "cyclic_poisson", "cyclic")
 UNITS = ("example", "user")
 
 
@@ -100,6 +104,54 @@ class TruncatedGaussian(SampledRelease):
 
 
 @dataclass(frozen=True)
+class CyclicPoissonGaussian(SampledRelease):
+    """Sums over Poisson samples of one group of the data after the other: each unit is in one group for good.
+
+    ``count`` steps of one mechanism give each unit at most ceil(count / separation) turns. Noise may be correlated over
+    steps by a matrix C with columns of norm 1, whose columns ``separation`` steps apart share no row; so a unit's turns
+    are as many Poisson-sampled Gaussian releases (Choquette-Choo et al. 2023, "(Amplified) Banded Matrix
+    Factorization", theorem 4). For example, 9 steps with a separation of 8 count as 2 releases.
+
+    ``sample_rate`` is the probability with which a unit whose turn it is is in the sample.
+
+    Attributes:
+        separation: the number of groups: a unit's turns are so many steps apart.
+        mechanism: a random name. Steps add up to turns within one mechanism only: another run, or one that lost its
+            history of noise, starts another. Events with the name "" are a mechanism each.
+        correlation: of the noise, in words; "" where steps have independent noise.
+        sensitivity: k turns of a unit move C x by at most this times sqrt(k); above 1 where columns share rows.
+    """
+
+    sampling: ClassVar[str] = "cyclic_poisson"
+    separation: int = field(kw_only=True)
+    mechanism: str = field(default="", kw_only=True)
+    correlation: str = field(default="", kw_only=True)
+    sensitivity: float = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _set(self, separation=positive_int(separation=self.separation))
+        _set(self, sensitivity=positive(sensitivity=self.sensitivity))
+
+    @property
+    def turns(self) -> SampledGaussian:
+        """The turns of one unit, as releases over Poisson samples."""
+        count, noise = -(-self.count // self.separation), self.noise_multiplier / self.sensitivity
+        return SampledGaussian(self.sample_rate, noise, count, self.relation, self.unit)
+
+
+@dataclass(frozen=True)
+class CyclicGaussian(CyclicPoissonGaussian):
+    """Sums over one part of the data after the other in a fixed order, each unit once in ``separation`` steps.
+
+    Nothing is random, so ``sample_rate`` is 1. ceil(count / separation) Gaussian releases of one noise are one such
+    release with the noise divided by the root of their number.
+    """
+
+    sampling: ClassVar[str] = "cyclic"
+
+
+@dataclass(frozen=True)
 class JointGaussian:
     """Several sums over ONE sample, each with noise of its own, as adaptive clipping releases them.
 
@@ -156,7 +208,15 @@ class JointGaussian:
 Event: TypeAlias = SampledRelease | JointGaussian
 E = TypeVar("E", bound=Event)
 EVENTS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (SampledGaussian, FixedSizeGaussian, TruncatedGaussian, JointGaussian)
+    kind.__name__: kind
+    for kind in (
+        SampledGaussian,
+        FixedSizeGaussian,
+        TruncatedGaussian,
+        CyclicPoissonGaussian,
+        CyclicGaussian,
+        JointGaussian,
+    )
 }
 
 
@@ -167,6 +227,27 @@ def merged(events: Iterable[E]) -> list[E]:
         once = replace(event, count=1)
         counts[once] = counts.get(once, 0) + event.count
     return [replace(once, count=count) for once, count in counts.items() if count]
+
+
+def mechanism_of(event: Event) -> str | None:
+    """The name of the mechanism that it is a step of; None where steps don't add up to turns."""
+    once = event.events[0] if isinstance(event, JointGaussian) else event
+    return once.mechanism if isinstance(once, CyclicPoissonGaussian) else None
+
+
+def within(event: E, mechanism: str, **fields: Any) -> E:
+    """The event as one of a named mechanism; as it is, where steps don't add up to turns.
+
+    Args:
+        event: of one step.
+        mechanism: a random name.
+        fields: others of `CyclicPoissonGaussian`.
+    """
+    if isinstance(event, JointGaussian):
+        return replace(event, events=tuple(within(part, mechanism, **fields) for part in event.events))
+    if isinstance(event, CyclicPoissonGaussian):
+        return replace(event, mechanism=mechanism, **fields)
+    return event
 
 
 def _set(event: Any, **values: Any) -> None:

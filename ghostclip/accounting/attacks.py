@@ -89,11 +89,13 @@ def risk(
     neighboring: str = "add_or_remove_one",
     dataset_size: int | None = None,
     max_batch_size: int | None = None,
+    bands: int = 1,
 ) -> Risk:
     """How well membership attacks can do against ``steps`` releases of a noisy sum over a random sample (DP-SGD).
 
     Args:
-        noise_multiplier, sample_rate, steps, sampling, neighboring, dataset_size, max_batch_size: as for `epsilon`.
+        noise_multiplier, sample_rate, steps, sampling, neighboring, dataset_size, max_batch_size, bands: as for
+            `epsilon`.
 
     Returns:
         Upper bounds, from the privacy loss distribution of `epsilon` (Kulynych et al. 2024, algorithm 1).
@@ -102,7 +104,7 @@ def risk(
         ValueError, TypeError: an argument is out of range; the message names it.
     """
     positive(noise_multiplier=noise_multiplier)
-    setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size)
+    setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size, bands)
     return risk_of([setting.event(noise_multiplier, whole(steps=steps))])
 
 

@@ -11,7 +11,7 @@ from functools import cache, partial
 
 import scipy
 
-from ghostclip.accounting.spent import ACCOUNTANTS, Setting, accountants_for
+from ghostclip.accounting.spent import ACCOUNTANTS, Setting, accountants_for, sampled_releases
 from ghostclip.accounting.targets import EpsilonTarget, Target, excess_epsilon, target_of
 from ghostclip.events import Event
 from ghostclip.native.notices import slow_work
@@ -39,6 +39,7 @@ def noise_multiplier(
     neighboring: str = "add_or_remove_one",
     dataset_size: int | None = None,
     max_batch_size: int | None = None,
+    bands: int = 1,
 ) -> float:
     """The least noise multiplier that keeps ``steps`` releases within a target epsilon, or a target advantage.
 
@@ -46,7 +47,8 @@ def noise_multiplier(
         target_epsilon: finite, > 0; with ``delta``.
         target_advantage: in (0, 1), in place of ``target_epsilon`` and ``delta``: the largest advantage of a membership
             attack (`Risk.advantage`), by PLD.
-        sample_rate, steps, delta, accountant, sampling, neighboring, dataset_size, max_batch_size: as for `epsilon`.
+        sample_rate, steps, delta, accountant, sampling, neighboring, dataset_size, max_batch_size, bands: as for
+            `epsilon`.
 
     Returns:
         A noise multiplier for which `epsilon` (or the advantage of `risk`) is at most the target. It is at most a
@@ -55,7 +57,7 @@ def noise_multiplier(
     Raises:
         ValueError, TypeError: an argument is out of range, both targets or none are given, or no noise reaches it.
     """
-    setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size)
+    setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size, bands)
     steps = whole(steps=steps)
     target = target_of(target_epsilon, target_advantage, delta, accountant)
     return _noise_within(target, lambda noise: [setting.event(noise, steps)])
@@ -81,7 +83,7 @@ def noise_for(
 
 def _noise_within(target: Target, events_of: Callable[[float], Sequence[Event]]) -> float:
     """The least noise multiplier at which all events are within the target."""
-    events = [event for event in events_of(1.0) if event.count]
+    events = sampled_releases(events_of(1.0))
     if not events:
         return 0.0
     with _announced(target):
@@ -129,20 +131,21 @@ def max_steps(
     neighboring: str = "add_or_remove_one",
     dataset_size: int | None = None,
     max_batch_size: int | None = None,
+    bands: int = 1,
 ) -> int:
     """The largest number of steps that stays within ``target_epsilon`` at ``delta``; 0 if one step exceeds it.
 
     Args:
         target_epsilon: finite, > 0.
-        noise_multiplier, sample_rate, delta, accountant, sampling, neighboring, dataset_size, max_batch_size: as for
-            `epsilon`.
+        noise_multiplier, sample_rate, delta, accountant, sampling, neighboring, dataset_size, max_batch_size, bands:
+            as for `epsilon`.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or more than 10**9 steps would stay within the target.
     """
     target_epsilon = positive(target_epsilon=target_epsilon)
     noise_multiplier = positive(noise_multiplier=noise_multiplier)
-    setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size)
+    setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size, bands)
     delta, accountant = open_fraction(delta=delta), one_of(ACCOUNTANTS, accountant=accountant)
     event = setting.event(noise_multiplier)
     found = affordable([], event, max_epsilon=target_epsilon, delta=delta, accountant=accountant)

@@ -12,12 +12,15 @@ from ghostclip.accounting.divergences import epsilon_by_divergences
 from ghostclip.accounting.losses import epsilon_by_losses
 from ghostclip.events import (
     RELATIONS,
+    CyclicGaussian,
+    CyclicPoissonGaussian,
     Event,
     FixedSizeGaussian,
     JointGaussian,
     SampledGaussian,
     SampledRelease,
     TruncatedGaussian,
+    mechanism_of,
     merged,
 )
 from ghostclip.validate import fraction, one_of, open_fraction, positive, positive_int, whole
@@ -43,11 +46,19 @@ ACCOUNTANTS = ("pld", "rdp")
 """The values of ``accountant=``: privacy loss distributions and Rényi differential privacy."""
 # What floating point can square: less noise protects nothing, and more counts as this much.
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e12
-KINDS: dict[str, type[Any]] = {kind.sampling: kind for kind in (SampledGaussian, FixedSizeGaussian, TruncatedGaussian)}
+# Of a rate that is a quotient times a number of bands.
+ROUNDING = 1e-12
+KINDS: dict[str, type[Any]] = {
+    kind.sampling: kind
+    for kind in (SampledGaussian, FixedSizeGaussian, TruncatedGaussian, CyclicPoissonGaussian, CyclicGaussian)
+}
+CYCLIC = (CyclicPoissonGaussian.sampling, CyclicGaussian.sampling)
 SAMPLES = {
     "poisson": "Poisson samples",
     "without_replacement": "samples of fixed size, drawn without replacement,",
     "truncated": "Poisson samples, cut down to {cap},",
+    "cyclic_poisson": "Poisson samples of {separation} groups in turn",
+    "cyclic": "batches in a fixed order, each example once in {separation} steps,",
 }
 
 
@@ -57,10 +68,11 @@ class Setting:
 
     Args:
         sample_rate: the expected size of a batch over that of the data set; in (0, 1].
-        sampling: "poisson", "without_replacement" (batches of one size), or "truncated" (Poisson samples that are cut
-            down to ``max_batch_size``).
+        sampling: "poisson", "without_replacement" (batches of one size), "truncated" (Poisson samples that are cut
+            down to ``max_batch_size``), "cyclic_poisson" or "cyclic", as for `epsilon`.
         neighboring: "add_or_remove_one" or "replace_one", as for `epsilon`.
         dataset_size, max_batch_size: numbers of examples; given with "truncated" only.
+        bands: of correlated noise; other than 1 with "cyclic_poisson" and "cyclic" only.
 
     Raises:
         ValueError, TypeError: an argument is out of range; the message names it.
@@ -71,11 +83,13 @@ class Setting:
     neighboring: str = "add_or_remove_one"
     dataset_size: int | None = None
     max_batch_size: int | None = None
+    bands: int = 1
 
     def __post_init__(self) -> None:
         fraction(sample_rate=self.sample_rate)
         one_of(tuple(KINDS), sampling=self.sampling)
         one_of(RELATIONS, neighboring=self.neighboring)
+        self._check_bands()
         for name in ("dataset_size", "max_batch_size"):
             value = getattr(self, name)
             if self.sampling == "truncated":
@@ -85,11 +99,41 @@ class Setting:
             elif value is not None:
                 raise ValueError(f'{name} must be left out unless sampling="truncated"; got {value!r}')
 
+    def _check_bands(self) -> None:
+        """Raises ValueError where ``bands`` don't go with the rest."""
+        if positive_int(bands=self.bands) > 1 and self.sampling not in CYCLIC:
+            raise ValueError(
+                f'bands must be 1 unless sampling="cyclic_poisson" or "cyclic"; got {self.bands!r}: there is no bound '
+                f"for correlated noise with {self.sampling!r}"
+            )
+        if self.sampling == "cyclic_poisson" and self.bands * self.sample_rate > 1 + ROUNDING:
+            raise ValueError(
+                f"bands * sample_rate, the rate within one of {self.bands} groups, must be at most 1; got "
+                f"{self.bands * self.sample_rate:.6g}. Take at most {int(1 / self.sample_rate)} bands, or a smaller "
+                "sample_rate"
+            )
+
     def event(self, noise_multiplier: float, steps: int = 1) -> SampledRelease:
         """The event that ``steps`` steps are charged as, for `epsilon_of` and `Account.charge`."""
+        if self.sampling in CYCLIC:
+            return self._cyclic_event(noise_multiplier, steps)
         truncated = self.sampling == "truncated"
         cut = {"dataset_size": self.dataset_size, "max_batch_size": self.max_batch_size} if truncated else {}
         return KINDS[self.sampling](self.sample_rate, noise_multiplier, steps, self.neighboring, **cut)
+
+    def _cyclic_event(self, noise_multiplier: float, steps: int) -> SampledRelease:
+        """One mechanism of so many steps; with one band cyclic Poisson sampling is Poisson sampling."""
+        if self.sampling == "cyclic":
+            epoch = max(1, round(1 / self.sample_rate))
+            # Of columns that are an epoch apart so many meet in a row, each of norm 1.
+            meeting = 2 * -(-self.bands // epoch) - 1
+            return CyclicGaussian(
+                1.0, noise_multiplier, steps, self.neighboring, separation=epoch, sensitivity=math.sqrt(meeting)
+            )
+        if self.bands == 1:
+            return SampledGaussian(self.sample_rate, noise_multiplier, steps, self.neighboring)
+        rate = min(1.0, self.bands * self.sample_rate)
+        return CyclicPoissonGaussian(rate, noise_multiplier, steps, self.neighboring, separation=self.bands)
 
 
 def epsilon(
@@ -103,6 +147,7 @@ def epsilon(
     neighboring: str = "add_or_remove_one",
     dataset_size: int | None = None,
     max_batch_size: int | None = None,
+    bands: int = 1,
 ) -> float:
     """Epsilon at ``delta`` of ``steps`` releases of a noisy sum over a random sample (DP-SGD, Abadi et al. 2016).
 
@@ -115,9 +160,15 @@ def epsilon(
             2022), the tighter bound. "rdp": Rényi divergences (Mironov 2017; Mironov et al. 2019), the faster one.
         sampling: how a batch is drawn. "poisson": each example joins independently. "without_replacement": a fixed
             number of examples. "truncated": Poisson; a larger sample is cut down at random to ``max_batch_size``.
+            "cyclic_poisson": each example is in one of ``bands`` groups for good, and step t draws from group
+            t mod bands at rate ``bands * sample_rate``: ceil(steps / bands) Poisson samples (Choquette-Choo et al.
+            2023, theorem 4). "cyclic": a fixed order, each example once in 1 / sample_rate steps, without
+            amplification.
         neighboring: how neighbouring data sets differ. "add_or_remove_one": by the presence of one example.
             "replace_one": in the content of one example.
         dataset_size, max_batch_size: numbers of examples; with ``sampling="truncated"`` only.
+        bands: diagonals of the matrix by which noise is correlated (`ghostclip.noise.BandedToeplitz`), with
+            "cyclic_poisson" and "cyclic". With "cyclic" it makes no difference up to an epoch's steps.
 
     Returns:
         An upper bound on epsilon; inf if the accountant has none (PLD for a delta below about 1e-15).
@@ -126,7 +177,7 @@ def epsilon(
         ValueError, TypeError: an argument is out of range, or the accountant has no bound; the message names it.
     """
     positive(noise_multiplier=noise_multiplier)
-    setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size)
+    setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size, bands)
     event = setting.event(noise_multiplier, whole(steps=steps))
     return epsilon_of([event], delta=delta, accountant=accountant)
 
@@ -142,6 +193,7 @@ def epsilon_over_time(
     neighboring: str = "add_or_remove_one",
     dataset_size: int | None = None,
     max_batch_size: int | None = None,
+    bands: int = 1,
     points: int = 25,
 ) -> tuple[list[int], list[float]]:
     """Epsilon after 0 steps, after 1 step, and after evenly spaced numbers of steps up to ``steps``.
@@ -159,7 +211,7 @@ def epsilon_over_time(
     """
     positive(noise_multiplier=noise_multiplier)
     steps, points = whole(steps=steps), positive_int(points=points)
-    setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size)
+    setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size, bands)
     # Most of what a long run spends may be due to its first step.
     marks = sorted({min(1, steps), *(round(steps * part / points) for part in range(points + 1))})
     return marks, epsilons_of([], setting.event(noise_multiplier), marks, delta=delta, accountant=accountant)
@@ -229,7 +281,7 @@ def sampled_releases(events: Iterable[Event]) -> list[SampledRelease]:
     Raises:
         ValueError: the events are about different neighbours.
     """
-    happened = merged(_as_sampled(event) for event in merged(events))
+    happened = merged(_as_sampled(event) for event in _mechanisms(events))
     kinds = {(event.relation, event.unit) for event in happened}
     if len(kinds) > 1:
         listed = ", ".join(f"{relation} of one {unit}" for relation, unit in sorted(kinds))
@@ -248,7 +300,15 @@ def accountants_for(event: Event) -> tuple[str, ...]:
 
 
 def _as_sampled(event: Event) -> SampledRelease:
-    return event.together if isinstance(event, JointGaussian) else event
+    once = event.together if isinstance(event, JointGaussian) else event
+    return once.turns if isinstance(once, CyclicPoissonGaussian) else once
+
+
+def _mechanisms(events: Iterable[Event]) -> list[Event]:
+    """`merged`, but for events of mechanisms without a name, whose steps don't add up to turns."""
+    events = list(events)
+    unnamed = [event for event in events if mechanism_of(event) == ""]
+    return unnamed + merged(event for event in events if mechanism_of(event) != "")
 
 
 def warn_of_delta(delta: float, units: int, unit: str = "example") -> None:
@@ -283,11 +343,15 @@ def samples(event: Event) -> str:
     """Words for the sampling and noise of ``event``: "Poisson samples at rate 0.01 with noise multiplier 1"."""
     once = event.events[0] if isinstance(event, JointGaussian) else event
     cap = f"{once.max_batch_size:,}" if isinstance(once, TruncatedGaussian) else ""
+    cyclic = once if isinstance(once, CyclicPoissonGaussian) else None
     noise = f"noise multiplier {event.noise_multiplier:.4g}"
     if isinstance(event, JointGaussian):
         each = ", ".join(f"{part.noise_multiplier:.4g}" for part in event.events)
         noise = f"noise multipliers {each} in one release ({event.noise_multiplier:.4g} together)"
-    return f"{SAMPLES[once.sampling].format(cap=cap)} at rate {once.sample_rate:.4g} with {noise}"
+    if cyclic is not None and cyclic.correlation:
+        noise += f", correlated by {cyclic.correlation}"
+    drawn = SAMPLES[once.sampling].format(cap=cap, separation=cyclic and cyclic.separation)
+    return f"{drawn} at rate {once.sample_rate:.4g} with {noise}"
 
 
 def neighbours(event: Event) -> str:

@@ -55,7 +55,10 @@ def in_words(value: Any) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return _name(value)
     state = value.state_dict() if hasattr(value, "state_dict") else {}
-    names = [item.name for item in fields(value)] if is_dataclass(value) else [n for n in vars(value) if n[0] != "_"]
+    if is_dataclass(value):
+        names = [item.name for item in fields(value) if item.repr]
+    else:
+        names = [name for name in vars(value) if name[0] != "_"]
     settings = [f"{name}={in_words(getattr(value, name))}" for name in names if name not in state]
     return f"{type(value).__name__}({', '.join(settings)})"
 

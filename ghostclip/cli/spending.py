@@ -163,11 +163,18 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, metavar="B", help="expected batch size")
     add("--epochs", type=int, metavar="E", help="passes over the training set")
     drawn = (
-        "how a batch is drawn: each example by a coin of its own; so many of them; or by coins, cut down to "
-        "--max-batch-size (default: poisson)"
+        "how a batch is drawn: each example by a coin of its own; so many of them; by coins, cut down to "
+        "--max-batch-size; by coins from --bands groups in turn; or each example once an epoch (default: poisson)"
     )
     add("--sampling", choices=SAMPLINGS, default="poisson", help=drawn)
     add("--max-batch-size", type=int, metavar="M", help="with --sampling truncated, and --examples")
+    add(
+        "--bands",
+        type=int,
+        default=1,
+        metavar="B",
+        help="of correlated noise, with --sampling cyclic_poisson or cyclic",
+    )
     differing = "what neighbouring data sets differ by: one example's presence, or what it is (default: %(default)s)"
     add("--neighboring", choices=RELATIONS, default="add_or_remove_one", help=differing)
 
@@ -191,6 +198,8 @@ def _sampling_of(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     else:
         raise UsageError("give --sample-rate and --steps, or --examples, --batch-size and --epochs")
     found = {"sample_rate": rate, "sampling": arguments.sampling, "neighboring": arguments.neighboring}
+    if arguments.bands != 1:
+        found["bands"] = arguments.bands
     if arguments.sampling == "truncated":
         if arguments.examples is None or arguments.max_batch_size is None:
             raise UsageError("--sampling truncated needs --examples, --batch-size, --epochs and --max-batch-size")

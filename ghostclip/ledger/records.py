@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ghostclip.errors import LedgerError
-from ghostclip.events import EVENTS, Event
+from ghostclip.events import EVENTS, Event, mechanism_of
 from ghostclip.validate import positive_int
 
 __all__ = [
@@ -159,6 +159,11 @@ def encoded(event: Event) -> dict[str, Any]:
         raise LedgerError(
             f"a {type(event).__name__} can't be written to a ledger; it takes the events of ghostclip.events.EVENTS: "
             f"{', '.join(EVENTS)}"
+        )
+    if mechanism_of(event) == "":
+        raise LedgerError(
+            f"a {type(event).__name__} without a mechanism can't be written to a ledger, where its steps and those of "
+            "other runs would count as steps of one mechanism; name it: replace(event, mechanism=...)"
         )
     values = {item.name: getattr(event, item.name) for item in fields(event)}
     parts = {name: [encoded(part) for part in value] for name, value in values.items() if isinstance(value, tuple)}

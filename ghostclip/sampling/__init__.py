@@ -1,13 +1,17 @@
 """Sampling: which examples are in a batch, how they are loaded, and what a step over them is charged as."""
 
 from .batches import LogicalBatches
+from .cyclic import Cyclic, CyclicPoisson
 from .logical import BatchState, LogicalBatch
-from .schemes import Poisson, Scheme, Truncated, WithoutReplacement, scheme_named
+from .named import scheme_named
+from .schemes import Poisson, Scheme, Truncated, WithoutReplacement
 from .unit_ids import users_of_rows
 from .users import UserRows, Users
 
 __all__ = [
     "BatchState",
+    "Cyclic",
+    "CyclicPoisson",
     "LogicalBatch",
     "LogicalBatches",
     "Poisson",

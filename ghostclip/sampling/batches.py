@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ghostclip.errors import PrivacyError
 from ghostclip.events import SampledRelease
+from ghostclip.sampling.cyclic import CyclicPoisson, drawn_groups
 from ghostclip.sampling.draws import Chunks, Draws, Physical
 from ghostclip.sampling.loading import (
     check_sampling,
@@ -23,7 +25,8 @@ from ghostclip.sampling.loading import (
     size_of,
 )
 from ghostclip.sampling.logical import BatchOwner, BatchState, LogicalBatch, Unowned
-from ghostclip.sampling.schemes import Scheme, scheme_named
+from ghostclip.sampling.named import scheme_named
+from ghostclip.sampling.schemes import Scheme
 from ghostclip.sampling.users import Users
 from ghostclip.validate import positive_int
 
@@ -42,9 +45,12 @@ class LogicalBatches:
         batch_size: the expected size of a logical batch; None: the loader's.
         max_physical_batch_size: the most examples loaded at once; None: the whole logical batch.
         sampling: "poisson". "without_replacement": ``batch_size`` different examples each time. "truncated": Poisson;
-            a sample of more than ``max_batch_size`` examples is cut down to that at random.
+            a sample of more than ``max_batch_size`` examples is cut down to that at random. "cyclic_poisson": each
+            example is in one of ``bands`` groups for good, drawn independently of the data, and step t samples group
+            t mod ``bands`` at ``bands`` times the rate. "cyclic": each example once an epoch, in an order drawn once.
         neighboring: how neighbouring data sets differ, "add_or_remove_one" or "replace_one".
         max_batch_size: with "truncated" only; None: ``max_physical_batch_size``.
+        bands: the number of groups, with "cyclic_poisson" only; one is Poisson sampling.
         unit_ids: for user-level privacy: the user of each row, as for `Users`. Users are sampled with all their rows,
             and ``batch_size`` is the expected number of users. None: each row is a unit.
         max_rows_per_unit: with ``unit_ids`` only: a user's first so many rows are used.
@@ -54,8 +60,10 @@ class LogicalBatches:
 
     Attributes:
         batch_size, sample_rate: the expected number, and share, of the examples (or users) in a logical batch.
+        sampling: as given.
         scheme: the way in which a batch is drawn.
         scheme_of: the same for another expected size.
+        groups: the group of each example (or user), int32, where they take turns; it stays the same, else None.
         limit: the most examples (or rows of users) in a physical batch; None: no limit.
         owner: the object that takes the steps; it is called with each batch.
         check_size: raises PrivacyError where the data set's length has changed.
@@ -74,6 +82,7 @@ class LogicalBatches:
         sampling: str = "poisson",
         neighboring: str = "add_or_remove_one",
         max_batch_size: int | None = None,
+        bands: int = 1,
         unit_ids: Iterable[Hashable] | None = None,
         max_rows_per_unit: int | None = None,
         seed: int | None = None,
@@ -101,19 +110,20 @@ class LogicalBatches:
         self._share = share
         # A function of its own: a method would put the samples into a reference cycle.
         self._divide = partial(_divided, self._users, self.limit, share)
+        self._seeded = None if seed is None else np.random.default_rng(seed)
+        self._generator, self._bands, self.sampling = generator, positive_int(bands=bands), sampling
+        self.groups: np.ndarray | None = None
         self.scheme_of = partial(self._scheme, sampling, neighboring, max_batch_size)
         self.scheme = self.scheme_of(batch_size)
         self.batch_size, self.sample_rate = self.scheme.batch_size, self.scheme.sample_rate
         self._largest = self.scheme.largest
         self.owner: BatchOwner = Unowned()
-        self._seeded = None if seed is None else np.random.default_rng(seed)
-        self._generator = generator
         self._chunks = Chunks()
         self._open = partial(loader_of, dataset, given, self._chunks)
         self._loader = self._open()
         self.check_size = partial(check_size, dataset, self.dataset_size)
         self._scheme_at: Callable[[int], Scheme] = lambda _: self.scheme
-        self._place: Callable[[], int] = lambda: 0
+        self._place: Callable[[], int] | None = None
         self._draws: Draws | None = None
         self._process = os.getpid()
         self._epoch = self._taken = self._skip = 0
@@ -125,14 +135,29 @@ class LogicalBatches:
         units, named = (self.dataset_size, "len(dataset)") if self._users is None else (len(self._users), "users")
         if positive_int(batch_size=batch_size) > units:
             raise ValueError(f"batch_size must be at most {named} = {units}; got {batch_size!r}")
-        return scheme_named(
+        scheme = scheme_named(
             sampling,
             units,
             positive_int(batch_size=batch_size),
             neighboring=neighboring,
             unit="example" if self._users is None else "user",
             max_batch_size=self.limit if sampling == "truncated" and max_batch_size is None else max_batch_size,
+            bands=self._bands,
         )
+        if not isinstance(scheme, CyclicPoisson):
+            return scheme
+        if self.groups is None:
+            self.groups = drawn_groups(scheme, self._generator() if self._seeded is None else self._seeded)
+        return replace(scheme, groups=self.groups)
+
+    def separate(self, bands: int) -> None:
+        """From now on there are so many groups, drawn anew; with ``sampling="cyclic_poisson"``, before the first loop.
+
+        Raises:
+            ValueError: the sampling rate within a group would be above 1.
+        """
+        self._bands, self.groups = bands, None
+        self.scheme = self.scheme_of(self.batch_size)
 
     @property
     def units(self) -> int:
@@ -160,7 +185,7 @@ class LogicalBatches:
         Args:
             scheme_at: from a step's number to how its batch is drawn.
             largest: about the most units in a batch.
-            place: the number of the next step, asked when a loop begins.
+            place: the number of the next step, asked when a loop begins, and before each batch where groups take turns.
         """
         self._scheme_at, self._largest, self._place = scheme_at, largest, place
 
@@ -186,9 +211,8 @@ class LogicalBatches:
         if self._draws is not None:
             self._epoch += 1
         self._taken, self._skip = self._skip, 0
-        place = self._place()
         steps = len(self) - self._taken
-        draws = Draws(generator, lambda step: self._scheme_at(place + step), self._divide, steps, self._share[1] > 1)
+        draws = Draws(generator, self._scheme_at, self._divide, steps, self._share[1] > 1, self._next_step())
         if self._loader.persistent_workers and self._draws is not None and not self._draws.over:
             # These workers have one iterator for all loops, and an older loop that isn't over may still read from it.
             self._loader = self._open()
@@ -199,7 +223,15 @@ class LogicalBatches:
         if self._taken:
             # The loader takes a number for its workers; in this epoch it had been taken when it was left.
             torch.set_rng_state(before)
-        return _Epoch(draws, loaded, self, place)
+        return _Epoch(draws, loaded, self)
+
+    def _next_step(self) -> int:
+        """The number of the next step, which the owner knows."""
+        return self._epoch * len(self) + self._taken if self._place is None else self._place()
+
+    def in_turn(self, draws: Draws) -> bool:
+        """Whether the next batch of ``draws`` is of the group whose turn it is: one that wasn't charged had none."""
+        return self.groups is None or self._place is None or draws.next_step == self._place()
 
     def position(self, again: bool = False) -> tuple[int, int, Mapping[str, Any] | None]:
         """Where sampling stands: epochs that are over, batches taken in this one, the state of a seeded generator.
@@ -241,7 +273,7 @@ class LogicalBatches:
 
     def reopened(self, draws: Draws) -> Iterator[Any]:
         """A new data loader for the samples that are still to be handed out."""
-        draws.rewind()
+        draws.rewind(None if self.in_turn(draws) else self._next_step())
         self._chunks.draws = draws
         self._loader = self._open()
         return iter(self._loader)
@@ -263,8 +295,8 @@ class _Epoch:
     Batches refer to it and not the other way round: torch ends its workers promptly only outside of reference cycles.
     """
 
-    def __init__(self, draws: Draws, loaded: Iterator[Any], plan: LogicalBatches, place: int) -> None:
-        self._draws, self._loaded, self._plan, self._place = draws, loaded, plan, place
+    def __init__(self, draws: Draws, loaded: Iterator[Any], plan: LogicalBatches) -> None:
+        self._draws, self._loaded, self._plan = draws, loaded, plan
         self._turn = 0
         self._waiting = 0
         # False while the loader is moved, and after an exception there (Ctrl-C, a dead worker): nobody knows then which
@@ -280,6 +312,7 @@ class _Epoch:
         self._plan.owner.ready(new_loop=self._turn == 0)
         self._turn += 1
         self._plan.owner.begin(None)
+        self._in_step &= self._plan.in_turn(self._draws)
         self._catch_up()
         self._in_step = False
         physical = self._draws.next_batch()
@@ -287,7 +320,7 @@ class _Epoch:
         self._in_step = True
         if physical is None:
             raise StopIteration
-        place = self._place + self._turn - 1
+        place = self._draws.next_step - 1
         batch = LogicalBatch(
             physical, partial(self._load, self._turn), self._plan.owner, self._draws.digest, place, self._plan.source
         )

@@ -26,12 +26,14 @@ class Draws:
 
     Args:
         generator: of the samples.
-        scheme_at: from a sample's number in the epoch, from 0, to how it is drawn.
+        scheme_at: from a step's number to how its sample is drawn.
         divide: from the units of a sample to its physical batches.
         steps: how many samples there are.
         compared: whether samples get digests.
+        first: the number of the first sample's step.
 
     Attributes:
+        next_step: the number of the step of the next sample to hand out.
         digest: of the sample handed out last, as it was drawn, and of its place in the epoch; "" when not ``compared``.
     """
 
@@ -42,8 +44,9 @@ class Draws:
         divide: Callable[[list[int]], Sequence[Physical]],
         steps: int,
         compared: bool = False,
+        first: int = 0,
     ) -> None:
-        self.digest = ""
+        self.digest, self.next_step = "", first
         self._generator, self._scheme_at, self._divide = generator, scheme_at, divide
         self._steps, self._handed, self._compared = steps, 0, compared
         self._to_load: deque[Sequence[Physical]] = deque()
@@ -58,7 +61,8 @@ class Draws:
         if place >= self._steps:
             return False
         before = self._generator.bit_generator.state
-        chosen = self._scheme_at(place).draw(self._generator)
+        step = self.next_step + len(self._ahead)
+        chosen = self._scheme_at(step).draw(self._generator, step)
         digest = ""
         if self._compared:
             digest = hashlib.sha256(np.array([place + 1, *chosen], np.int64).tobytes()).hexdigest()[:DIGITS]
@@ -78,7 +82,7 @@ class Draws:
         if not self._ahead and not self._draw():
             return None
         physical, self.digest, self._last = self._ahead.popleft()
-        self._handed += 1
+        self._handed, self.next_step = self._handed + 1, self.next_step + 1
         return physical
 
     @property
@@ -92,8 +96,10 @@ class Draws:
             return self._last
         return self._ahead[0][2] if self._ahead else self._generator.bit_generator.state
 
-    def rewind(self) -> None:
-        """Takes back what was drawn ahead; the same samples will be drawn again."""
+    def rewind(self, next_step: int | None = None) -> None:
+        """Takes back what was drawn ahead; the same samples will be drawn again, or those from another step on."""
+        if next_step is not None:
+            self.next_step = next_step
         if self._ahead:
             self._generator.bit_generator.state = self._ahead[0][2]
         self._ahead.clear()

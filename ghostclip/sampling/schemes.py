@@ -10,16 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ghostclip.events import (
-    RELATIONS,
-    SAMPLINGS,
     FixedSizeGaussian,
     SampledGaussian,
     SampledRelease,
     TruncatedGaussian,
 )
-from ghostclip.validate import one_of, positive_int
 
-__all__ = ["Poisson", "Scheme", "Truncated", "WithoutReplacement", "scheme_named"]
+__all__ = ["Poisson", "Scheme", "Truncated", "WithoutReplacement"]
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,8 @@ class Scheme(ABC):
     def words(self) -> str:
         """The way's name and who is in a batch, to go into a sentence."""
 
-    def draw(self, generator: np.random.Generator) -> list[int]:
-        """The next batch: numbers of distinct units, ascending."""
+    def draw(self, generator: np.random.Generator, step: int = 0) -> list[int]:
+        """The batch of a step: numbers of distinct units, ascending."""
         chosen = generator.choice(self.population, self.count(generator), replace=False, shuffle=False)
         return np.sort(chosen).tolist()
 
@@ -137,37 +134,3 @@ class Truncated(Poisson):
             f"truncated Poisson sampling (each {self.unit} is in a batch with probability {self.sample_rate:.6g}, "
             f"before batches of more than {self.max_batch_size} are cut down)"
         )
-
-
-def scheme_named(
-    sampling: str,
-    population: int,
-    batch_size: int,
-    *,
-    neighboring: str = "add_or_remove_one",
-    unit: str = "example",
-    max_batch_size: int | None = None,
-) -> Scheme:
-    """The scheme for the engine's arguments.
-
-    Raises:
-        ValueError, TypeError: an argument is out of range, or given where it has no meaning.
-    """
-    one_of(SAMPLINGS, sampling=sampling)
-    relation = one_of(RELATIONS, neighboring=neighboring)
-    if sampling == "truncated":
-        if max_batch_size is None:
-            raise ValueError(
-                'max_batch_size must be given with sampling="truncated" (max_physical_batch_size is the default): '
-                "the most examples in a batch; got None"
-            )
-        if positive_int(max_batch_size=max_batch_size) < batch_size:
-            raise ValueError(
-                f"max_batch_size must be at least batch_size = {batch_size}, the expected number before a cut; got "
-                f"{max_batch_size!r}"
-            )
-        return Truncated(population, batch_size, relation, unit, positive_int(max_batch_size=max_batch_size))
-    if max_batch_size is not None:
-        raise ValueError(f'max_batch_size must be left out unless sampling="truncated"; got {max_batch_size!r}')
-    kind = Poisson if sampling == "poisson" else WithoutReplacement
-    return kind(population, batch_size, relation, unit)

@@ -143,7 +143,7 @@ def test_each_way_to_sample_has_its_own_event(neighboring: str, size: int, batch
     [
         (
             {"sampling": "shuffled"},
-            "sampling must be one of 'poisson', 'without_replacement', 'truncated'; got 'shuffled'",
+            "sampling must be one of 'poisson', 'without_replacement', 'truncated', 'cyclic_poisson', 'cyclic'; got",
         ),
         ({"sampling": None}, "sampling must be one of"),
         ({"neighboring": "replace"}, "neighboring must be one of 'add_or_remove_one', 'replace_one'; got 'replace'"),

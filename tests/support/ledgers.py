@@ -7,7 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ghostclip.events import Event, FixedSizeGaussian, JointGaussian, SampledGaussian, TruncatedGaussian
+from ghostclip.events import (
+    CyclicGaussian,
+    CyclicPoissonGaussian,
+    Event,
+    FixedSizeGaussian,
+    JointGaussian,
+    SampledGaussian,
+    TruncatedGaussian,
+)
 from ghostclip.ledger import Account, Ledger
 from ghostclip.ledger.records import parsed
 
@@ -18,6 +26,8 @@ KINDS: list[Event] = [
     SampledGaussian(1 / 3, 0.1 + 0.2, 7, relation="replace_one", unit="user"),
     FixedSizeGaussian(0.5, 1.0),
     TruncatedGaussian(0.5, 1.0, dataset_size=100, max_batch_size=60),
+    CyclicPoissonGaussian(0.08, 1.0, 9, separation=8, mechanism="a1", correlation="BandedToeplitz(bands=8)"),
+    CyclicGaussian(1.0, 1.0, 9, separation=4, mechanism="b2", sensitivity=1.5),
     JointGaussian((EVENT, replace(EVENT, noise_multiplier=3.0)), 4),
 ]
 
