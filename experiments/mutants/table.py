@@ -3243,8 +3243,106 @@ CHOSEN_PRIVATELY = [
     ),
 ]
 
+CORRELATED = ("tests/privacy/test_correlated_noise.py",)
+HISTORY, MECHANISM = "ghostclip/noise/history.py", "ghostclip/engine/mechanism.py"
+BY_TURNS = ("tests/privacy/test_cyclic_accounting.py", "tests/privacy/test_cyclic_sampling.py")
+
+NOISE_OVER_STEPS = [
+    Mutant(
+        "columns divided by the norm of the first one",
+        "ghostclip/noise/correlation.py",
+        "return np.sqrt(np.cumsum(self.series(steps) ** 2))[::-1]",
+        "return np.full(steps, np.linalg.norm(self.series(steps)))",
+        ("tests/privacy/test_correlation.py",),
+    ),
+    Mutant(
+        "noise not multiplied by the norms of columns",
+        HISTORY,
+        "alpha=float(self._norms[self.step - 1])",
+        "alpha=1.0",
+        CORRELATED,
+    ),
+    Mutant(
+        "history of noise not shifted",
+        HISTORY,
+        "lags = (self.step - 1 - slots) % self._kept + 1",
+        "lags = slots + 1",
+        CORRELATED,
+    ),
+    Mutant(
+        "buffers that don't decay",
+        HISTORY,
+        "buffer.mul_(float(rate)).add_(each)",
+        "buffer.add_(each)",
+        CORRELATED,
+    ),
+    Mutant(
+        "history lost at a restart and not charged",
+        MECHANISM,
+        '            self._history.load_state_dict(state["history"], parameters)\n',
+        "            pass\n",
+        CORRELATED,
+    ),
+    Mutant(
+        "an older checkpoint's mechanism goes on",
+        MECHANISM,
+        '        if self._spending.steps_of(state["name"], everyone=True) != steps_of(state["name"], saved):\n',
+        "        if False:\n",
+        CORRELATED,
+    ),
+    Mutant(
+        "interrupted noise goes on",
+        MECHANISM,
+        " or (self._history is not None and not self._history.whole)",
+        "",
+        CORRELATED,
+    ),
+    Mutant(
+        "noise of discarded steps left out",
+        MECHANISM,
+        "self._history.step < self._charged() - 1",
+        "False",
+        CORRELATED,
+    ),
+    Mutant(
+        "cyclic Poisson sampling charged at the rate of the whole data",
+        "ghostclip/accounting/spent.py",
+        "rate = min(1.0, self.bands * self.sample_rate)",
+        "rate = self.sample_rate",
+        BY_TURNS,
+    ),
+    Mutant(
+        "the engine charges the rate without the factor of bands",
+        "ghostclip/sampling/cyclic.py",
+        "        return self.separation * self.batch_size / self.population\n",
+        "        return self.batch_size / self.population\n",
+        BY_TURNS,
+    ),
+    Mutant(
+        "turns rounded down",
+        "ghostclip/events.py",
+        "count, noise = -(-self.count // self.separation),",
+        "count, noise = self.count // self.separation,",
+        BY_TURNS,
+    ),
+    Mutant(
+        "steps of two mechanisms add up to turns",
+        "ghostclip/events.py",
+        "        return replace(event, mechanism=mechanism, **fields)\n",
+        '        return replace(event, mechanism="same", **fields)\n',
+        (*CORRELATED, *BY_TURNS),
+    ),
+    Mutant(
+        "a batch that had no step doesn't come again for its group",
+        "ghostclip/sampling/batches.py",
+        "draws.next_step == self._place()",
+        "True",
+        BY_TURNS,
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
     *SAME, *WITHIN, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *OF_COMPANY, *AROUND_THE_BATCH,
-    *DIFFERENTIATED_TWICE, *BY_MARKS, *CHOSEN_PRIVATELY,
+    *DIFFERENTIATED_TWICE, *BY_MARKS, *CHOSEN_PRIVATELY, *NOISE_OVER_STEPS,
 ]  # fmt: skip

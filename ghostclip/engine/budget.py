@@ -17,12 +17,12 @@ from ghostclip import accounting
 from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.terms import MOST, StepTerms, Terms
 from ghostclip.errors import BudgetExceededError, PrivacyError
-from ghostclip.events import Event, merged
+from ghostclip.events import Event, mechanism_of, merged, within
 from ghostclip.ledger import Ledger
 from ghostclip.noise import Noise
 from ghostclip.validate import one_of, positive
 
-__all__ = ["Spending"]
+__all__ = ["Runs", "Spending", "steps_of"]
 
 # {random name of a run: how often each event (of count 1) was charged by it}
 Runs = Mapping[str, Mapping[Event, int]]
@@ -63,7 +63,7 @@ class Spending:
         model: nn.Module,
     ) -> None:
         self._ranks, self._plan = ranks, plan
-        self._planned = {replace(event, count=1): event.count for event in merged(plan.events)}
+        self._planned = _counted(plan.events)
         self._first = next(iter(self._planned))
         self._runs: defaultdict[str, Counter[Event]] = defaultdict(Counter)
         # What the leading rank said last: all that was spent; what by the model's runs.
@@ -147,6 +147,10 @@ class Spending:
     def steps(self) -> int:
         """How many steps of the model's training were charged."""
         return sum(spent.total() for spent in self.runs.values())
+
+    def steps_of(self, mechanism: str, everyone: bool = False) -> int:
+        """How many steps of a mechanism were charged by the model's runs, or by ``everyone`` in the ledger."""
+        return steps_of(mechanism, {"all": {event: event.count for event in self.events}} if everyone else self.runs)
 
     def add(self, runs: Runs) -> None:
         """Takes in what other runs were charged, and never less than is known: a run only ever goes on."""
@@ -239,8 +243,8 @@ class Spending:
         """
         room = MOST if self._plan.planned_steps is None else max(0, self._plan.planned_steps - self._charged_in(spent))
         epsilon = self._epsilon_limit(event, spent)
-        if epsilon is None and self._plan.planned_steps is not None:
-            room = min(room, self._planned[event] - _counted(spent)[event])
+        if epsilon is None and self._plan.target_epsilon is not None:
+            room = min(room, self._planned[within(event, "")] - _counted(spent)[within(event, "")])
         if epsilon is None or not room:
             return room
         # Most of what there was room for will still have some: one question instead of a dozen.
@@ -253,20 +257,32 @@ class Spending:
         return self._plan.target_epsilon if self.max_epsilon is None and not planned else self.max_epsilon
 
     def _is_planned(self, spent: Iterable[Event], delta: float) -> bool:
-        """Whether only planned steps were taken, asked about at no smaller delta than they were planned for."""
-        within = all(count <= self._planned.get(once, 0) for once, count in _counted(spent).items())
-        return within and delta >= self._plan.target_delta
+        """Whether only planned steps were taken, asked about at no smaller delta than they were planned for.
+
+        Steps of two mechanisms may have more turns than as many steps of one.
+        """
+        spent = list(spent)
+        alone = len({mechanism_of(event) for event in spent} - {None}) <= 1
+        planned = all(count <= self._planned[once] for once, count in _counted(spent).items())
+        return alone and planned and delta >= self._plan.target_delta
 
     def _charged_in(self, spent: list[Event]) -> int:
+        """How many of the planned steps were taken; without a target those that the matrix of noise is made for."""
+        if self._plan.target_epsilon is None and mechanism_of(self._first) is None:
+            return self.steps
+        if self._plan.target_epsilon is None:
+            return self._plan.began + steps_of(self._plan.mechanism, {"all": {event: event.count for event in spent}})
         return sum(count for event, count in _counted(spent).items() if event in self._planned)
 
     def _refuse(self, event: Event, spent: list[Event]) -> NoReturn:
         plan, where = self._plan, "" if self.ledger is None else f" (all in the ledger {self.ledger.path} counts)"
         if plan.planned_steps is not None and self._charged_in(spent) >= plan.planned_steps:
+            spend = "for which the noise is correlated" if plan.target_epsilon is None else (
+                f"which spend epsilon = {plan.target_epsilon} at delta = {plan.target_delta}"
+            )  # fmt: skip
             raise BudgetExceededError(
-                f"all {plan.planned_steps} planned steps were taken{where}, which spend epsilon = "
-                f"{plan.target_epsilon} at delta = {plan.target_delta}; stop here (a new PrivacyEngine would add to "
-                "what is spent already)"
+                f"all {plan.planned_steps} planned steps were taken{where}, {spend}; stop here (a new PrivacyEngine "
+                "would add to what is spent already)"
                 + ("" if self.ledger is None else f". For other data, name another ledger than {self.ledger.path}")
             )
         name = "target_epsilon" if self.max_epsilon is None else "max_epsilon"
@@ -287,5 +303,13 @@ def _listed(runs: Runs) -> list[Event]:
 
 
 def _counted(spent: Iterable[Event]) -> Counter[Event]:
-    """{event of count 1: how often it happened}."""
-    return Counter({replace(event, count=1): event.count for event in merged(spent)})
+    """{event of count 1: how often it happened}, whichever mechanism it was a step of."""
+    counts: Counter[Event] = Counter()
+    for event in spent:
+        counts[replace(within(event, ""), count=1)] += event.count
+    return counts
+
+
+def steps_of(mechanism: str, runs: Runs) -> int:
+    """How many steps of a mechanism runs were charged."""
+    return sum(count for spent in runs.values() for event, count in spent.items() if mechanism_of(event) == mechanism)

@@ -16,10 +16,12 @@ from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import Schedule
 from ghostclip.engine.adaptation import policy_for
 from ghostclip.engine.budget import Spending
+from ghostclip.engine.correlation import refuse_with_correlation
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.earlier_engines import how_to_count, warn_of_earlier
 from ghostclip.engine.fixed import FixedOnceBuilt
 from ghostclip.engine.loss_scaling import LossScaling
+from ghostclip.engine.mechanism import Mechanism
 from ghostclip.engine.micro_batching import micro_batches_of, physical_limit
 from ghostclip.engine.model_card import add_guarantee, new_card
 from ghostclip.engine.old_names import OpacusNames
@@ -32,7 +34,7 @@ from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger
 from ghostclip.nn.grad_mode import keeping_grad_mode
-from ghostclip.noise import Noise, noise_source
+from ghostclip.noise import Correlation, Noise, noise_source
 from ghostclip.sampling import LogicalBatch, LogicalBatches
 from ghostclip.traces import StepTrace
 from ghostclip.validate import open_fraction, whole
@@ -43,7 +45,7 @@ __all__ = ["PrivacyEngine"]
 AGREED = ("noise_multiplier", "target_epsilon", "planned_steps", "noise")
 SAMPLED = ("batch_size", "sample_rate", "sampling", "neighboring")
 TOLD = "batch_size", "sample_rate", "noise_multiplier", "clipping", "steps_taken", "planned_steps"
-FIXED = "model", "optimizer", "clipping", "target_delta", "max_epsilon", "ledger", "schedule", *AGREED, *SAMPLED
+FIXED = "model", "optimizer", "clipping", "target_delta", "max_epsilon", "ledger", "schedule", "correlation", *AGREED
 
 
 class PrivacyEngine(OpacusNames, FixedOnceBuilt):
@@ -66,7 +68,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         target_delta: the delta of the guarantee; it should be well below 1 / len(dataset).
         max_epsilon: the engine refuses a step that would exceed it, at ``target_delta`` by PLD, the ledger included.
             None: no limit, or ``target_epsilon`` where the ledger holds steps that weren't planned.
-        epochs, steps: the length of training, with ``target_epsilon`` only.
+        epochs, steps: the length of training, with ``target_epsilon`` or ``correlation`` only.
         clipping: a max norm or a policy of `ghostclip.clipping`.
         second_pass: "auto", "cached" or "reweight", as for `GhostClipper`. It changes time and memory only.
         noise: "standard": unpredictable noise in floating point. "hardened": noise from a cipher, and released numbers
@@ -77,7 +79,8 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         self_check: test gradients against autograd's, losses in batches that are loaded again in the first 6 steps and
             in one of 400 physical batches later, and whether parameters move. A failure raises before the release.
         sampling: "poisson". "without_replacement": ``batch_size`` different examples each time. "truncated": Poisson;
-            a sample of more than ``max_batch_size`` examples is cut down to that at random.
+            a sample of more than ``max_batch_size`` examples is cut down to that at random. "cyclic_poisson": groups of
+            examples, as many as ``correlation`` has bands, are sampled in turn. "cyclic": each example once an epoch.
         neighboring: how neighbouring data sets differ: by the presence of one example ("add_or_remove_one"), or in
             the content of one example ("replace_one").
         max_batch_size: with "truncated" only. None: ``max_physical_batch_size``, for one physical batch per step.
@@ -92,9 +95,12 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
             and options. None: those of the model's DistributedDataParallel or FSDP2 mesh, else all.
             ``batch_size`` counts the examples of all ranks; each rank gets its share of a sample.
         schedule: a `Schedule` of noise, thresholds and batch size over the steps; it replaces ``epochs``.
+        correlation: of the noise over steps: a `ghostclip.noise.BandedToeplitz` or `BufferedToeplitz`, with
+            ``sampling="cyclic_poisson"`` or "cyclic" and planned ``steps`` (or ``epochs``). None: independent noise.
 
     Attributes:
-        planned_steps: the most steps that may be taken; None without ``target_epsilon``.
+        planned_steps: the most steps that may be taken; None without ``target_epsilon`` and ``correlation``.
+        correlation: the matrix that was chosen, with the table behind ``bands="auto"``: print it. None without.
         sample_rate: the expected share of the data in a logical batch.
         ledger, model, optimizer, clipping, batch_size, noise_multiplier, ...: as given or calibrated. Only the leading
             rank has a ledger.
@@ -106,7 +112,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         ValueError, TypeError: an argument is out of range, or two arguments exclude each other.
     """
 
-    fixed_names = frozenset(FIXED)
+    fixed_names = frozenset({*FIXED, *SAMPLED})
     # `ghostclip.compat.opacus` has rates and accountants of its own.
     _sampled_by: ClassVar[type[LogicalBatches]] = LogicalBatches
     _how_to_count = how_to_count
@@ -121,7 +127,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         sampling: str = "poisson", neighboring: str = "add_or_remove_one", max_batch_size: int | None = None,
         unit_ids: Iterable[Hashable] | None = None, max_rows_per_unit: int | None = None,
         loss_scale: float | GradScaler = 1.0, memory_limit: int | None = None, process_group: Any = None,
-        schedule: Schedule | None = None,
+        schedule: Schedule | None = None, correlation: Correlation | None = None,
     ) -> None:  # fmt: skip
         check_optimizer(model, optimizer := unwrapped(optimizer))
         refuse_second_engine(optimizer)
@@ -133,19 +139,23 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
             max_batch_size=max_batch_size, unit_ids=unit_ids, max_rows_per_unit=max_rows_per_unit, seed=seed,
             generator=ranks.generators(source), share=(ranks.rank, ranks.size),
         )  # fmt: skip
+        given = {"sampling": sampling, "schedule": schedule, "noise": noise, "steps": steps, "epochs": epochs}
+        policy = policy_for(model, clipping)
+        refuse_with_correlation(correlation, given | {"target_epsilon": target_epsilon}, policy, ranks, model)
         self._terms = terms = StepTerms(
-            schedule, loader, policy_for(model, clipping), noise_multiplier, target_epsilon, target_delta, epochs,
-            steps, source.private,
+            schedule, loader, policy, noise_multiplier, target_epsilon, target_delta, (epochs, steps), source.private,
+            correlation,
         )  # fmt: skip
         loader.follow(terms.scheme, terms.largest, lambda: self._snapshots.model_steps)
         scaling = LossScaling(loss_scale, optimizer)
         clipper = GhostClipper(model, clipping, second_pass=second_pass, loss_scale=scaling.factor)
         micro_batches = micro_batches_of(model, loader, max_physical_batch_size, memory_limit)
         self._spending = Spending(ranks, terms, max_epsilon, ledger, source, model)
+        self._mechanism = None if loader.groups is None else Mechanism(source, terms, self._spending, loader)
+        adding, charging = self._mechanism or source, self._mechanism or self._spending
         release = Release(
-            clipper, optimizer, source, terms.noise_multiplier, terms.at, self._spending.charge, scaling, ranks,
-            micro_batches,
-        )  # fmt: skip
+            clipper, optimizer, adding, terms.noise_multiplier, terms.at, charging.charge, scaling, ranks, micro_batches
+        )
         self._steps = loader.owner = LogicalStep(release, self_check)
         self._loader: LogicalBatches | None = loader
         self.model, self.optimizer, self.clipping, self.schedule = model, optimizer, clipper.clipping, schedule
@@ -157,14 +167,18 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         terms, spending, loader = self._terms, self._spending, self.batches()
         self.noise_multiplier, self.planned_steps = terms.noise_multiplier, terms.planned_steps
         self.target_epsilon, self.target_delta = terms.target_epsilon, terms.target_delta
+        self.correlation = terms.correlation
         self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
         self.max_epsilon, self.ledger = spending.max_epsilon, spending.ledger
         agreed = {name: getattr(self, name) for name in AGREED} | {"seed": seed}
         if self.schedule is not None:
             agreed["schedule"] = repr(self.schedule)
+        if self.correlation is not None:
+            agreed["correlation"] = repr(self.correlation.matrix)
         self._snapshots = Snapshots(
-            self.model, self.optimizer, self.clipping, loader, source, spending, self._steps, agreed, self._ranks
-        )
+            self.model, self.optimizer, self.clipping, loader, source, spending, self._steps, agreed, self._ranks,
+            self._mechanism,
+        )  # fmt: skip
         self._snapshots.start_alike()
         self._synchronise = keep_unsynchronised(self.model)
         warn_of_earlier(self, self._how_to_count)

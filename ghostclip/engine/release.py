@@ -167,6 +167,10 @@ class Release:
         if self._adaptation is not None:
             self._adaptation.discard()
 
+    def renew_terms(self) -> None:
+        """Charges until the next logical batch are of the mechanism that began now."""
+        self.terms = self._terms_at(0)
+
     def failed(self) -> None:
         """An exception came up in the engine: the batch may be left without its step."""
         if self.batch is not None and self.batch.state.is_open:
@@ -352,7 +356,7 @@ class Release:
     def noise_std(self, parameter: nn.Parameter) -> float:
         """The standard deviation of the noise in each entry of the parameter's private gradient, as it is now."""
         std = self.terms.noise_multiplier * (self.sensitivity or self.clipper.passes.sensitivity)
-        return std * self.noise_shares().get(parameter, 1.0) / self.terms.batch_size
+        return std * self.noise_shares().get(parameter, 1.0) * self._noise.growth / self.terms.batch_size
 
 
 def refuse_second_engine(optimizer: Optimizer) -> None:

@@ -28,6 +28,7 @@ from ghostclip.checkpoint.contents import (
 )
 from ghostclip.engine.budget import Spending
 from ghostclip.engine.distributed import Ranks
+from ghostclip.engine.mechanism import Mechanism
 from ghostclip.engine.step import LogicalStep
 from ghostclip.errors import LedgerError, PrivacyError
 from ghostclip.events import Event
@@ -77,7 +78,8 @@ class Snapshots:
     """Saves and restores one engine, whose own these are. Of several ranks the leading one writes, and all read.
 
     ``agreed`` are arguments {name: value, as JSON} that must be the same when the checkpoint is restored. The state of
-    the clipping policy is kept where it has ``state_dict`` and ``load_state_dict``.
+    the clipping policy is kept where it has ``state_dict`` and ``load_state_dict``. ``mechanism`` is None where
+    steps are independent.
     """
 
     model: nn.Module
@@ -89,6 +91,7 @@ class Snapshots:
     steps: LogicalStep
     agreed: dict[str, Any]
     ranks: Ranks
+    mechanism: Mechanism | None = None
 
     def __post_init__(self) -> None:
         # Steps that were charged and that the model has not behind it.
@@ -124,6 +127,7 @@ class Snapshots:
                 "random": states[0],
                 "random of other ranks": states[1:],
                 "extra": {name: thing.state_dict() for name, thing in _checked(extra).items()},
+                "mechanism": None if self.mechanism is None else self.mechanism.state_dict(),
             }
             checkpoint.save(path, {**self.progress(), "model": model, "optimizer": optimizer}, private)
 
@@ -174,6 +178,7 @@ class Snapshots:
 
         found = self.ranks.agreed(check)
         self._count(found)
+        self._resume_mechanism(None, found)
         self.loader.resume(found["progress"]["epoch"], 0, None)
 
     def _count(self, found: Mapping[str, Any]) -> None:
@@ -202,6 +207,7 @@ class Snapshots:
         for name, thing in extra.items():
             thing.load_state_dict(private["extra"][name])
         progress = public["progress"]
+        self._resume_mechanism(private.get("mechanism"), public)
         self.loader.resume(progress["epoch"], progress["steps_in_epoch"], private["sampler"])
         self.noise.resume(private["noise"])
         states = [private["random"], *private.get("random of other ranks", [])]
@@ -209,6 +215,14 @@ class Snapshots:
             set_random_states(states[self.ranks.rank])
         self.steps.updates.accept()
         return Restored(stored.place, **progress)
+
+    def _resume_mechanism(self, state: Mapping[str, Any] | None, public: Mapping[str, Any]) -> None:
+        """Goes on with the checkpoint's mechanism, or begins a new one where it was charged for more steps since."""
+        if self.mechanism is None:
+            return
+        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self.mechanism.restore(state, _spent_in(public), self.model_steps, trained)
+        self.steps.release.renew_terms()
 
     def _parts_of_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's state of whole parameters, as it is of this rank's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 from ghostclip import accounting
 from ghostclip.clipping import Schedule, Stage
 from ghostclip.engine.adaptation import step_event
-from ghostclip.events import Event
-from ghostclip.sampling import LogicalBatches, Scheme
+from ghostclip.engine.correlation import ChosenCorrelation, chosen_correlation
+from ghostclip.events import Event, within
+from ghostclip.noise import Correlation
+from ghostclip.sampling import CyclicPoisson, LogicalBatches, Scheme
 from ghostclip.validate import nonnegative, open_fraction, positive, positive_int
 
 __all__ = ["MOST", "StepTerms", "Terms"]
@@ -45,8 +48,10 @@ class StepTerms:
         schedule, target_delta: as for `PrivacyEngine`.
         loader: whose samples they are.
         policy: of clipping, as `policy_for` returns it.
-        noise_multiplier, target_epsilon, epochs, steps: as for `PrivacyEngine`. The noise is the one that was given, or
-            the least noise for the target by PLD.
+        noise_multiplier, target_epsilon: as for `PrivacyEngine`. The noise is the one that was given, or the least
+            noise for the target by PLD.
+        length: ``epochs`` and ``steps``, as for `PrivacyEngine`.
+        correlation: as for `PrivacyEngine`; the loader gets as many groups as it has bands.
         private: whether the noise is. Noise that can be foretold protects no one: it is charged as none.
 
     Attributes:
@@ -55,6 +60,9 @@ class StepTerms:
         planned_steps: the most steps that may be taken; None: no limit was agreed.
         target_epsilon: what those steps spend at most; None with ``planned_steps``.
         events: what the planned steps are charged as, with their counts; without a plan counts don't matter.
+        correlation: of the noise; None: steps are independent.
+        mechanism: a random name: steps add up to turns of a unit under one name only.
+        began: the number of the mechanism's first step.
 
     Raises:
         TypeError: it is no schedule.
@@ -63,19 +71,51 @@ class StepTerms:
 
     def __init__(
         self, schedule: Schedule | None, loader: LogicalBatches, policy: Any, noise_multiplier: float | None,
-        target_epsilon: float | None, target_delta: float, epochs: int | None, steps: int | None, private: bool,
+        target_epsilon: float | None, target_delta: float, length: tuple[int | None, int | None], private: bool,
+        correlation: Correlation | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(schedule, Schedule | None):
             raise TypeError(f"schedule must be a ghostclip.clipping.Schedule; got {schedule!r}")
-        self._given = schedule
+        if schedule is not None and isinstance(loader.scheme, CyclicPoisson):
+            raise ValueError(
+                'schedule and sampling="cyclic" or "cyclic_poisson" don\'t go together: the steps of a stage are no '
+                'whole number of turns; leave the schedule out, or take sampling="poisson"'
+            )
+        self._given, self.correlation = schedule, None
         self._schedule = Schedule([Stage(1)]) if schedule is None else schedule
-        self._policy, self._steps_an_epoch = policy, len(loader)
+        self._policy, self._steps_an_epoch, self._private = policy, len(loader), private
+        self.target_delta = open_fraction(target_delta=target_delta)
+        if correlation is not None:
+            self.correlation = self._correlated(correlation, loader, length, target_epsilon)
         sizes = [stage.batch_size or loader.batch_size for stage in self._schedule.stages]
         self._schemes = [loader.scheme_of(size) for size in sizes]
-        self.target_delta = open_fraction(target_delta=target_delta)
-        self._plan(noise_multiplier, target_epsilon, epochs, steps)
+        self._fields = self._turn_fields(loader.scheme)
+        self.mechanism, self.began = _new_name(), 0
+        self._plan(noise_multiplier, target_epsilon, length)
+        self.rename(0, self.mechanism)
+
+    def _correlated(
+        self, correlation: Correlation, loader: LogicalBatches, length: tuple[int | None, int | None],
+        target_epsilon: float | None,
+    ) -> ChosenCorrelation:  # fmt: skip
+        """The matrix for the planned steps; with cyclic Poisson sampling there are as many groups as bands."""
+        found = chosen_correlation(correlation, loader, self._planned(length), target_epsilon, self.target_delta)
+        if loader.sampling == "cyclic_poisson":
+            loader.separate(found.matrix.bands or 1)
+        return found
+
+    def _turn_fields(self, scheme: Scheme) -> dict[str, Any]:
+        """What events say of the noise, where units take turns."""
+        if self.correlation is None or not isinstance(scheme, CyclicPoisson) or not self.correlation.matrix.buffers:
+            return {}
+        matrix, steps = self.correlation.matrix, self.correlation.steps
+        return {"correlation": repr(matrix), "sensitivity": matrix.turn_sensitivity(steps, scheme.separation)}
+
+    def rename(self, began: int, name: str | None = None) -> None:
+        """From now on steps are of another mechanism, whose first step has the number ``began``; None: a new name."""
+        self.began, self.mechanism = began, _new_name() if name is None else name
         noise = self.noise_multiplier
-        self.events = self._events(noise if private else 0.0)
+        self.events = self._events(noise if self._private else 0.0)
         self._terms = [
             Terms(noise * stage.noise_factor, scheme.batch_size, replace(event, count=1), stage.threshold_factor)
             for stage, scheme, event in zip(self._schedule.stages, self._schemes, self.events, strict=True)
@@ -91,7 +131,7 @@ class StepTerms:
         return max(scheme.largest for scheme in self._schemes)
 
     def _plan(
-        self, noise_multiplier: float | None, target_epsilon: float | None, epochs: int | None, steps: int | None
+        self, noise_multiplier: float | None, target_epsilon: float | None, length: tuple[int | None, int | None]
     ) -> None:
         """Finds the noise, and the number of steps it is calibrated for."""
         if (noise_multiplier is None) == (target_epsilon is None):
@@ -102,21 +142,24 @@ class StepTerms:
         self.planned_steps: int | None = None
         self.target_epsilon = target_epsilon
         if noise_multiplier is not None:
-            if epochs is not None or steps is not None:
+            if self.correlation is not None:
+                self.planned_steps = self.correlation.steps
+            elif length != (None, None):
                 raise ValueError(
                     "epochs and steps say what target_epsilon is to be calibrated for; leave them out with "
                     "noise_multiplier, and stop when you like"
                 )
             self.noise_multiplier = nonnegative(noise_multiplier=noise_multiplier)
             return
-        self.planned_steps = self._planned(epochs, steps)
+        self.planned_steps = self._planned(length)
         self.target_epsilon = positive(target_epsilon=target_epsilon)
         self.noise_multiplier = accounting.noise_for(
             self._events, target_epsilon=self.target_epsilon, delta=self.target_delta
         )
 
-    def _planned(self, epochs: int | None, steps: int | None) -> int:
+    def _planned(self, length: tuple[int | None, int | None]) -> int:
         """How many steps there will be."""
+        epochs, steps = length
         if self._given is not None:
             if epochs is not None or steps is not None:
                 raise ValueError("a schedule has the number of steps; leave epochs and steps out")
@@ -136,7 +179,10 @@ class StepTerms:
             counts[-1] += self.planned_steps - sum(counts)
         factors = [stage.noise_factor for stage in stages]
         return [
-            replace(step_event(scheme, self._policy, factor * noise_multiplier), count=count)
+            replace(
+                within(step_event(scheme, self._policy, factor * noise_multiplier), self.mechanism, **self._fields),
+                count=count,
+            )
             for scheme, factor, count in zip(self._schemes, factors, counts, strict=True)
         ]
 
@@ -154,3 +200,8 @@ class StepTerms:
             found.append(replace(terms.event, count=count))
             done, steps = done + count, steps - count
         return found
+
+
+def _new_name() -> str:
+    """No other mechanism has it."""
+    return secrets.token_hex(8)

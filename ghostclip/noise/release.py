@@ -59,6 +59,11 @@ class Noise:
         devices = [parameter.device for parameter in model.parameters() if parameter.requires_grad]
         return ", and ".join(dict.fromkeys(map(self.generator_on, dict.fromkeys(devices))))
 
+    @property
+    def growth(self) -> float:
+        """Standard deviation of the last release's noise over that of independent noise; 1 without correlation."""
+        return 1.0
+
     def positions(self) -> dict[str, Any]:
         """How far a repeatable source has come, for a checkpoint; {} for a private one, which nobody may repeat."""
         return {}

@@ -1,0 +1,144 @@
+"""Which matrix correlates the noise: what it goes with, and how the number of bands is chosen."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ghostclip import accounting
+from ghostclip.engine.adaptation import adapts
+from ghostclip.engine.distributed import Ranks
+from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation
+from ghostclip.sampling import LogicalBatches
+from ghostclip.sharding.detection import is_fully_sharded
+
+__all__ = ["ChosenCorrelation", "Row", "chosen_correlation", "refuse_with_correlation"]
+
+log = logging.getLogger("ghostclip")
+
+# Of each band but one a tensor of each parameter's size is kept.
+MOST_BANDS = 32
+BANDED, TURNS = ("cyclic_poisson", "cyclic"), ("cyclic",)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of bands.
+
+    Attributes:
+        bands: the number.
+        noise_multiplier: the least one for the target epsilon.
+        error: `BandedToeplitz.error` for the planned steps.
+    """
+
+    bands: int
+    noise_multiplier: float
+    error: float
+
+    @property
+    def product(self) -> float:
+        """Noise in the sum of updates, root mean square over the steps, in units of the sensitivity."""
+        return self.noise_multiplier * self.error
+
+
+@dataclass(frozen=True)
+class ChosenCorrelation:
+    """The matrix of an engine.
+
+    Attributes:
+        matrix: a `BandedToeplitz` with its number of bands, or a `BufferedToeplitz`.
+        steps: the planned number, for which columns have norm 1.
+        error: of the matrix, see `BandedToeplitz.error`.
+        table: for ``bands="auto"`` the numbers of bands it was chosen among; else none.
+    """
+
+    matrix: Correlation
+    steps: int
+    error: float
+    table: tuple[Row, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.matrix!r} for {self.steps} steps, error of prefix sums {self.error:.4g}"]
+        if self.table:
+            lines.append("bands  noise multiplier  error of prefix sums  product")
+            lines += [f"{r.bands:5}  {r.noise_multiplier:16.4g}  {r.error:20.4g}  {r.product:7.4g}" for r in self.table]
+        return "\n".join(lines)
+
+
+def refuse_with_correlation(
+    correlation: Any, given: dict[str, Any], policy: Any, ranks: Ranks, model: nn.Module
+) -> None:
+    """Raises ValueError or TypeError where arguments of the engine don't go with correlated noise.
+
+    Args:
+        correlation: as for `PrivacyEngine`; None: everything goes.
+        given: the arguments ``sampling``, ``schedule``, ``noise``, ``steps``, ``epochs`` and ``target_epsilon``.
+        policy: of clipping.
+        ranks: which train together.
+        model: that is trained.
+    """
+    if correlation is None:
+        return
+    if not isinstance(correlation, BandedToeplitz | BufferedToeplitz):
+        raise TypeError(f"correlation must be a BandedToeplitz or a BufferedToeplitz; got {correlation!r}")
+    banded = isinstance(correlation, BandedToeplitz)
+    independent = banded and correlation.number == 1
+    allowed = BANDED if banded else TURNS
+    reasons = {
+        "schedule": given["schedule"] is not None and "noise, thresholds and batch size must be the same at each step",
+        "adaptive clipping": adapts(policy) and "the thresholds, and so the noise, must be the same at each step",
+        'noise="hardened"': given["noise"] == "hardened" and not independent
+        and "the history of noise is kept in floating point, which its lattice doesn't cover",
+        "several processes": (ranks.size > 1 or is_fully_sharded(model))
+        and not independent and "the history of noise is kept by one process only",
+    }  # fmt: skip
+    for other, reason in reasons.items():
+        if reason:
+            raise ValueError(f"correlation and {other} don't go together: {reason}; leave one of them out")
+    if not independent and given["sampling"] not in allowed:
+        raise ValueError(
+            f"correlation={correlation!r} needs sampling={' or '.join(map(repr, allowed))}, so that an example takes "
+            f"part in no two steps nearer than is charged; got {given['sampling']!r}"
+        )
+    if given["steps"] is None and given["epochs"] is None:
+        raise ValueError(
+            "correlation needs the planned steps, for which its matrix is made: give steps=... or epochs=..."
+        )
+    if banded and correlation.is_auto and given["target_epsilon"] is None:
+        raise ValueError('bands="auto" needs target_epsilon, at which numbers of bands are compared; give it, or bands')
+
+
+def chosen_correlation(
+    correlation: Correlation, loader: LogicalBatches, steps: int, target_epsilon: float | None, target_delta: float
+) -> ChosenCorrelation:
+    """The matrix with its number of bands; "auto" takes the smallest noise multiplier times error, and logs the table.
+
+    Args:
+        correlation: as for `PrivacyEngine`.
+        loader: whose sampling it is.
+        steps, target_epsilon, target_delta: of the engine; "auto" needs a target.
+    """
+    table: tuple[Row, ...] = ()
+    if isinstance(correlation, BandedToeplitz) and correlation.is_auto and target_epsilon is not None:
+        rate, sampling, relation = loader.sample_rate, loader.sampling, loader.scheme.relation
+        an_epoch = loader.units // loader.batch_size if sampling == "cyclic_poisson" else len(loader)
+        candidates = [2**k for k in range(6) if 2**k <= min(an_epoch, steps, MOST_BANDS)]
+        table = tuple(
+            Row(
+                bands,
+                accounting.noise_multiplier(
+                    target_epsilon=target_epsilon, sample_rate=rate, steps=steps, delta=target_delta,
+                    sampling=sampling, neighboring=relation, bands=bands,
+                ),
+                BandedToeplitz(bands=bands).error(steps),
+            )
+            for bands in candidates
+        )  # fmt: skip
+        correlation = BandedToeplitz(bands=min(table, key=lambda row: row.product).bands)
+    found = ChosenCorrelation(correlation, steps, correlation.error(steps), table)
+    if table:
+        log.info("bands chosen at epsilon %g:\n%s", target_epsilon, found)
+    return found

@@ -1,0 +1,120 @@
+"""One mechanism of correlated noise or of sampling by turns in a training: its name, its history, and when it ends.
+
+Steps of one mechanism share noise, and its charges add up to turns of an example. Both hold only while each step
+follows the one before: where a checkpoint older than the last charge is restored, where noise was interrupted, and in a
+fork, a new mechanism begins with a new name and an empty history, and its first step is a turn again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.engine.budget import Runs, Spending, steps_of
+from ghostclip.engine.terms import StepTerms, Terms
+from ghostclip.events import within
+from ghostclip.noise import Noise
+from ghostclip.noise.history import history_of
+from ghostclip.sampling import LogicalBatches
+
+__all__ = ["Mechanism"]
+
+
+class Mechanism(Noise):
+    """Comes between the engine and its noise, and between it and its charges.
+
+    Args:
+        source: of independent noise.
+        terms: of the steps; its events bear the mechanism's name.
+        spending: counts them.
+        loader: whose groups take turns.
+    """
+
+    def __init__(self, source: Noise, terms: StepTerms, spending: Spending, loader: LogicalBatches) -> None:
+        self._source, self._terms, self._spending, self._loader = source, terms, spending, loader
+        self.mode, self.private = source.mode, source.private
+        self._process = os.getpid()
+        self._history = self._empty()
+
+    def _empty(self) -> Any:
+        """The history of a mechanism that begins; None where noise is independent."""
+        chosen = self._terms.correlation
+        return None if chosen is None else history_of(chosen.matrix, chosen.steps)
+
+    @property
+    def draws(self) -> int:  # type: ignore[override]
+        """As the source counts them."""
+        return self._source.draws
+
+    def begin(self, step: int) -> None:
+        """A new mechanism, whose first step is the model's step of that number."""
+        self._terms.rename(step)
+        self._process, self._history = os.getpid(), self._empty()
+
+    def charge(self, terms: Terms) -> None:
+        """`Spending.charge`, under the mechanism's name; after an interruption or a fork under a new one."""
+        if self._process != os.getpid() or (self._history is not None and not self._history.whole):
+            self.begin(self._terms.began + self._charged())
+        self._spending.charge(replace(terms, event=within(terms.event, self._terms.mechanism)))
+
+    def _charged(self) -> int:
+        """How many steps of this mechanism were charged."""
+        return self._spending.steps_of(self._terms.mechanism)
+
+    def release(self, sums: Sequence[Tensor], std: float, divisor: float = 1.0) -> list[Tensor]:
+        """See `Noise.release`; the noise of steps that were charged and not released is drawn and dropped."""
+        if self._history is None:
+            return self._source.release(sums, std, divisor)
+        while self._history.step < self._charged() - 1:
+            self._history.skip(self._source, std)
+        return self._history.release(self._source, sums, std, divisor)
+
+    @property
+    def growth(self) -> float:
+        """See `Noise.growth`."""
+        return 1.0 if self._history is None else self._history.growth
+
+    def generator(self, key: bytes | None = None) -> Any:
+        """See `Noise.generator`."""
+        return self._source.generator(key)
+
+    def generator_on(self, device: torch.device) -> str:
+        """See `Noise.generator_on`."""
+        return self._source.generator_on(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the private part of a checkpoint: the name, the groups, and the history of noise."""
+        groups = self._loader.groups
+        return {
+            "name": self._terms.mechanism,
+            "began": self._terms.began,
+            "groups": None if groups is None else torch.from_numpy(groups),
+            "history": None if self._history is None else self._history.state_dict(),
+        }
+
+    def restore(
+        self, state: Mapping[str, Any] | None, saved: Runs, step: int, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        """Goes on with a checkpoint's mechanism, where nothing was charged to it since; else begins a new one.
+
+        Args:
+            state: what `state_dict` gave; None: there is none.
+            saved: what the checkpoint says was charged.
+            step: the number of the model's next step.
+            parameters: that are trained.
+        """
+        self.begin(step)
+        if state is None:
+            return
+        if state["groups"] is not None and self._loader.groups is not None:
+            self._loader.groups[:] = state["groups"].numpy()
+        if self._spending.steps_of(state["name"], everyone=True) != steps_of(state["name"], saved):
+            return
+        self._terms.rename(state["began"], state["name"])
+        if self._history is not None and state["history"] is not None:
+            self._history.load_state_dict(state["history"], parameters)

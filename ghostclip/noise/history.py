@@ -1,0 +1,174 @@
+"""The state of correlated noise: z_t = s_t u_t with T u = w, from step to step, in place.
+
+With C = T D as in `ghostclip.noise.correlation` and T's diagonals c, u_t = (w_t - sum_{j >= 1} c_j u_{t - j}) / c_0.
+`Banded` keeps the last ``bands - 1`` of u, `Buffered` keeps sums of all of them, decayed (McMahan et al. 2024,
+algorithm 1). What is kept is noise that was released within sums: whoever knows it can take it off, so it is private.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import scipy
+import torch
+from torch import Tensor
+
+from ghostclip.errors import PrivacyError
+from ghostclip.noise.banded import BandedToeplitz
+from ghostclip.noise.buffered import BufferedToeplitz
+from ghostclip.noise.correlation import Correlation
+from ghostclip.noise.release import Noise
+
+__all__ = ["Banded", "Buffered", "History", "history_of"]
+
+
+class History(ABC):
+    """The noise of one mechanism: ``steps`` releases, each of which depends on those before.
+
+    Args:
+        correlation: the matrix.
+        steps: how many steps are planned.
+
+    Attributes:
+        step: how many steps had their noise.
+        whole: False while a step's noise is made: where that was interrupted, the mechanism can't go on.
+    """
+
+    def __init__(self, correlation: Correlation, steps: int) -> None:
+        self._series, self._norms = correlation.series(steps), correlation.column_norms(steps)
+        self._kept = min(correlation.buffers, steps - 1) if correlation.bands is not None else correlation.buffers
+        self.steps, self.step, self.whole = steps, 0, True
+        self._growth = self._norms * np.sqrt(
+            np.cumsum(scipy.signal.lfilter([1.0], self._series, np.eye(1, steps)[0]) ** 2)
+        )
+        self._state: list[Tensor] = []
+        self._std = 0.0
+
+    @property
+    def growth(self) -> float:
+        """The norm of the last step's row of C^-1 (of the first one's before it)."""
+        return float(self._growth[max(self.step - 1, 0)])
+
+    def _check(self, sums: Sequence[Tensor], std: float) -> None:
+        """Raises PrivacyError unless the next step's noise can be made for these sums."""
+        if self.step >= self.steps or not self.whole or (self._state and std != self._std):
+            raise PrivacyError(
+                f"correlated noise was planned for {self.steps} steps at one standard deviation; got step "
+                f"{self.step + 1} at {std!r} after {self._std!r}, the last one {'' if self.whole else 'not '}completed"
+            )
+        kept = [(state.shape[1:], state.dtype, state.device) for state in self._state]
+        if self._state and kept != [(tensor.shape, tensor.dtype, tensor.device) for tensor in sums]:
+            raise PrivacyError(
+                "the trained parameters are not those of the steps before (others have requires_grad, or they moved to "
+                "another device or type), and correlated noise continues the noise of these; build a new engine with "
+                "the same ledger=... for the rest of the training"
+            )
+
+    def release(self, noise: Noise, sums: Sequence[Tensor], std: float, divisor: float) -> list[Tensor]:
+        """(sum + row t of C^-1 w) / divisor for each of ``sums``, with w of standard deviation ``std``.
+
+        Args:
+            noise: the source of w.
+            sums: float32 or float64, of the same shapes at each step; overwritten.
+            std: the same at each step.
+            divisor: what the noisy sums are divided by.
+
+        Raises:
+            PrivacyError: all planned steps were taken, the last one was interrupted, or ``std`` or what is trained
+                changed.
+        """
+        self._check(sums, std)
+        self._std = std
+        with torch.no_grad():
+            fresh = self._advance(noise, sums, std)
+            for total, each in zip(sums, fresh, strict=True):
+                total.add_(each, alpha=float(self._norms[self.step - 1])).div_(divisor)
+        return list(sums)
+
+    def skip(self, noise: Noise, std: float) -> None:
+        """A step that was charged and released nothing: its noise is drawn all the same, where any was before."""
+        if self._state:
+            with torch.no_grad():
+                self._advance(noise, [state[0] for state in self._state], std)
+        else:
+            self.step += 1
+
+    def _advance(self, noise: Noise, like: Sequence[Tensor], std: float) -> list[Tensor]:
+        """u of the next step."""
+        if not self._state:
+            self._state = [tensor.new_zeros(self._kept, *tensor.shape) for tensor in like]
+        self.whole = False
+        pulled = [self._pulled(state) for state in self._state]
+        fresh = noise.release(pulled, std, float(self._series[0]))
+        self._take_in(fresh)
+        self.step, self.whole = self.step + 1, True
+        return fresh
+
+    @abstractmethod
+    def _pulled(self, state: Tensor) -> Tensor:
+        """-sum_{j >= 1} c_j u_{t - j}, in a new tensor."""
+
+    @abstractmethod
+    def _take_in(self, fresh: Sequence[Tensor]) -> None:
+        """u_t belongs to the history from now on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the private part of a checkpoint."""
+        return {"step": self.step, "std": self._std, "kept": list(self._state)}
+
+    def load_state_dict(self, state: Mapping[str, Any], like: Sequence[Tensor]) -> None:
+        """Takes back what `state_dict` gave.
+
+        Args:
+            like: tensors on the devices where sums will be.
+        """
+        self.step, self._std, self.whole = state["step"], state["std"], True
+        self._state = [kept.to(each.device, copy=True) for kept, each in zip(state["kept"], like, strict=False)]
+
+
+class Banded(History):
+    """The last ``bands - 1`` of u, in a ring: the one of step t is in slot t mod (bands - 1)."""
+
+    def _pulled(self, state: Tensor) -> Tensor:
+        # Slot s holds u of step t - lag.
+        slots = np.arange(self._kept)
+        lags = (self.step - 1 - slots) % self._kept + 1
+        weights = torch.tensor(-self._series[lags], dtype=state.dtype, device=state.device)
+        return torch.tensordot(weights, state, 1)
+
+    def _take_in(self, fresh: Sequence[Tensor]) -> None:
+        for state, each in zip(self._state, fresh, strict=True):
+            state[self.step % self._kept].copy_(each)
+
+
+class Buffered(History):
+    """One buffer for each exponential: b_i = sum_j rate_i^(j - 1) u_{t - j}."""
+
+    def __init__(self, correlation: BufferedToeplitz, steps: int) -> None:
+        super().__init__(correlation, steps)
+        self._weights, self._rates = correlation.exponentials(steps)
+
+    def _pulled(self, state: Tensor) -> Tensor:
+        weights = torch.tensor(-self._series[0] * self._weights, dtype=state.dtype, device=state.device)
+        return torch.tensordot(weights, state, 1)
+
+    def _take_in(self, fresh: Sequence[Tensor]) -> None:
+        for state, each in zip(self._state, fresh, strict=True):
+            for buffer, rate in zip(state, self._rates, strict=True):
+                buffer.mul_(float(rate)).add_(each)
+
+
+def history_of(correlation: Correlation, steps: int) -> History | None:
+    """The state of a new mechanism; None where steps are independent.
+
+    Raises:
+        TypeError: it is no `BandedToeplitz` or `BufferedToeplitz`.
+    """
+    if isinstance(correlation, BufferedToeplitz):
+        return Buffered(correlation, steps)
+    if not isinstance(correlation, BandedToeplitz):
+        raise TypeError(f"correlation must be a BandedToeplitz or a BufferedToeplitz; got {correlation!r}")
+    return Banded(correlation, steps) if min(correlation.bands, steps) > 1 else None

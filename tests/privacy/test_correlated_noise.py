@@ -1,0 +1,340 @@
+"""The noise that is released under correlation: its law over steps, what interrupts it, and what goes with it."""
+
+import math
+from typing import Any
+
+import numpy as np
+import private_runs as runs
+import pytest
+import torch
+from graphs import interpret
+from scipy import stats
+from torch import Tensor, nn
+
+import ghostclip
+from ghostclip import accounting
+from ghostclip.clipping import Adaptive, Composed, OptimalNoise, Schedule, Stage
+from ghostclip.engine import PrivacyEngine
+from ghostclip.errors import BudgetExceededError, PrivacyError
+from ghostclip.events import mechanism_of
+from ghostclip.ledger import Ledger
+from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation, noise_source
+from ghostclip.noise.history import history_of
+
+# A false alarm once in a hundred thousand runs for each test.
+RARE = 1e-5
+STEPS = 12
+CORRELATIONS: list[tuple[Correlation, str]] = [
+    (BandedToeplitz(bands=3), "cyclic_poisson"),
+    (BandedToeplitz(coefficients=[1.0, 0.5, -0.3]), "cyclic"),
+    (BufferedToeplitz(buffers=2), "cyclic"),
+]
+NAMES = [f"{correlation!r}-{sampling}" for correlation, sampling in CORRELATIONS]
+
+
+class Table(nn.Module):
+    """5 features times 400 weights, so that one step has many numbers of noise."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 80, dtype=dtype)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs)
+
+
+def nothing(model: nn.Module, examples: list[Tensor]) -> Tensor:
+    """Losses without a gradient: what is released is noise."""
+    return 0 * model(examples[0]).square().sum(1)
+
+
+def engine_for(
+    correlation: Correlation | None, sampling: str, dtype: torch.dtype = torch.float64, **changes: Any
+) -> Any:
+    options: dict[str, Any] = {
+        "batch_size": 4, "noise_multiplier": 1.5, "clipping": 2.0, "steps": STEPS, "sampling": sampling,
+        "correlation": correlation, "self_check": False, **changes,
+    }  # fmt: skip
+    if "target_epsilon" in options:
+        options["noise_multiplier"] = None
+    if correlation is None:
+        del options["steps"]
+    torch.manual_seed(0)
+    return runs.engine_for(Table(dtype), None, runs.data(24, dtype), **options)
+
+
+def released(engine: PrivacyEngine, steps: int) -> np.ndarray:
+    """[steps, 480]: the noise in sums, over its standard deviation."""
+    found: list[np.ndarray] = []
+    runs.on_step(engine.optimizer, lambda: found.append(runs.grads(engine.model).double().numpy() * 4 / (1.5 * 2.0)))
+    runs.train(engine, steps, nothing)
+    return np.array(found[:steps])
+
+
+def assert_independent(fresh: np.ndarray) -> None:
+    """Whether rows are independent and have variance 1, by chi-square."""
+    numbers = fresh.shape[1]
+    for step, row in enumerate(fresh):
+        square = float(row @ row)
+        assert min(stats.chi2.cdf(square, numbers), stats.chi2.sf(square, numbers)) > RARE / len(fresh), step
+    correlations = np.corrcoef(fresh)[np.triu_indices(len(fresh), 1)]
+    # Under independence about normal with variance 1 / numbers.
+    assert stats.kstest(correlations * math.sqrt(numbers), "norm").pvalue > RARE
+    assert np.abs(correlations).max() * math.sqrt(numbers) < stats.norm.isf(RARE / len(correlations))
+
+
+@pytest.mark.parametrize(("correlation", "sampling"), CORRELATIONS, ids=NAMES)
+def test_c_times_the_released_noise_is_independent(correlation: Correlation, sampling: str) -> None:
+    engine = engine_for(correlation, sampling)
+    noise = released(engine, STEPS)
+    matrix = correlation.matrix(steps=STEPS)
+    assert_independent(matrix @ noise)
+    covariance, expected = noise @ noise.T / noise.shape[1], np.linalg.inv(matrix.T @ matrix)
+    scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)) + expected**2) / math.sqrt(noise.shape[1])
+    assert np.abs((covariance - expected) / scale).max() < stats.norm.isf(RARE / STEPS**2)
+    assert repr(correlation) in engine.guarantee(accountant="rdp")
+    row = np.linalg.norm(np.linalg.inv(matrix)[-1])
+    assert engine.noise_std(engine.model.layer.weight) == pytest.approx(1.5 * 2.0 * row / 4, rel=1e-9)
+
+
+def test_the_covariance_over_2000_steps_is_that_of_the_matrix() -> None:
+    steps, numbers = 2000, 256
+    correlation = BandedToeplitz(bands=8)
+    history, noise = history_of(correlation, steps), noise_source()
+    assert history is not None
+    found = np.array([
+        history.release(noise, [torch.zeros(numbers, dtype=torch.float64)], 3.0, 1)[0].numpy() / 3.0
+        for _ in range(steps)
+    ])  # fmt: skip
+    fresh = correlation.matrix(steps=steps) @ found
+    assert stats.kstest(fresh.ravel(), "norm").pvalue > RARE
+    squares = (fresh**2).sum(1)
+    assert stats.kstest(squares, stats.chi2(numbers).cdf).pvalue > RARE
+    for lag in range(1, 40):
+        product = float((fresh[lag:] * fresh[:-lag]).sum()) / math.sqrt(numbers * (steps - lag))
+        assert abs(product) < stats.norm.isf(RARE / 40)
+    # Prefix sums: what the error says.
+    errors = np.cumsum(found, 0)
+    assert math.sqrt((errors**2).mean()) == pytest.approx(correlation.error(steps=steps), rel=0.1)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "cyclic_poisson"])
+def test_one_band_releases_bit_for_bit_what_no_correlation_releases(sampling: str) -> None:
+    found = []
+    for correlation in (None, BandedToeplitz(bands=1)):
+        engine = engine_for(correlation, sampling, noise="test", seed=3)
+        runs.train(engine, STEPS, lambda model, examples: model(examples[0]).square().sum(1))
+        found.append(runs.weights(engine.model))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("correlation", "sampling"), CORRELATIONS, ids=NAMES)
+def test_a_resumed_run_goes_on_with_the_history(correlation: Correlation, sampling: str, tmp_path: Any) -> None:
+    """With repeatable noise the resumed run is the uninterrupted one, bit for bit."""
+
+    def loss(model: nn.Module, examples: list[Tensor]) -> Tensor:
+        return model(examples[0]).square().sum(1)
+
+    first = engine_for(correlation, sampling, noise="test", seed=3)
+    runs.train(first, 7, loss)
+    first.save(tmp_path / "saved")
+    second = engine_for(correlation, sampling, noise="test", seed=3)
+    second.restore(tmp_path / "saved")
+    runs.train(first, STEPS - 7, loss)
+    runs.train(second, STEPS - 7, loss)
+    assert torch.equal(runs.weights(first.model), runs.weights(second.model))
+
+
+def turns(count: int) -> float:
+    """The epsilon of so many turns of an example, each a Poisson sample at three times the rate."""
+    return accounting.epsilon(noise_multiplier=1.5, sample_rate=0.5, steps=count, delta=1e-5, accountant="rdp")
+
+
+def test_a_checkpoint_older_than_the_last_release_begins_a_new_mechanism(tmp_path: Any) -> None:
+    """Its history of noise was used by steps after it; going on with it would release them twice over."""
+    correlation, path = BandedToeplitz(bands=3), tmp_path / "run.ledger"
+    noise, names = [], []
+    ledger = Ledger(path, block=1)
+    engine = engine_for(correlation, "cyclic_poisson", ledger=ledger)
+    noise.append(released(engine, 4))
+    engine.save(tmp_path / "saved")
+    names.append(mechanism_of(engine.events[0]))
+    exact = engine_for(correlation, "cyclic_poisson", ledger=ledger)
+    exact.restore(tmp_path / "saved")
+    runs.train(exact, 1, nothing)
+    names += [mechanism_of(event) for event in exact.events]
+    assert set(names) == {names[0]}  # nothing was released since: it goes on
+    assert exact.epsilon(accountant="rdp") == turns(2)  # 5 steps of one mechanism with 3 bands
+    late = engine_for(correlation, "cyclic_poisson", ledger=ledger)
+    late.restore(tmp_path / "saved")
+    assert_independent(correlation.matrix(steps=STEPS)[:4, :4] @ released(late, 4))
+    assert len({mechanism_of(event) for event in late.events}) == 2
+    assert late.epsilon(accountant="rdp") == turns(4)  # 5 steps, and 4 of another one
+    again = late
+    again.restore(tmp_path / "saved")
+    runs.train(again, 1, nothing)
+    assert again.epsilon(accountant="rdp") == turns(5)
+
+
+def test_what_was_reserved_when_a_run_was_killed_counts_and_the_history_is_left(tmp_path: Any) -> None:
+    correlation = BandedToeplitz(bands=3)
+    engine = engine_for(correlation, "cyclic_poisson", ledger=tmp_path / "run.ledger")
+    runs.train(engine, 4, nothing)
+    engine.save(tmp_path / "saved")
+    killed = (tmp_path / "run.ledger").read_bytes()
+    engine.detach()
+    (tmp_path / "run.ledger").unlink()
+    (tmp_path / "run.ledger").write_bytes(killed)
+    after = engine_for(correlation, "cyclic_poisson", ledger=tmp_path / "run.ledger")
+    after.restore(tmp_path / "saved")
+    runs.train(after, 3, nothing)
+    # All 12 planned steps were reserved: 4 turns; and 3 steps of a new mechanism.
+    assert after.epsilon(accountant="rdp") == turns(5)
+    assert after.epsilon(accountant="rdp") >= turns(3)
+
+
+def test_interrupted_noise_begins_a_new_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(BandedToeplitz(bands=3), "cyclic_poisson")
+    runs.train(engine, 2, nothing)
+    source = engine._mechanism._source
+    with monkeypatch.context() as patched:
+        patched.setattr(source, "release", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            runs.train(engine, 1, nothing)
+    assert engine.steps_taken == 3
+    runs.train(engine, 2, nothing)
+    assert [event.count for event in engine.events] == [3, 2]
+    assert engine.epsilon(accountant="rdp") == turns(2)
+
+
+def test_steps_that_were_discarded_keep_the_noise_in_step() -> None:
+    correlation = BandedToeplitz(bands=3)
+    engine = engine_for(correlation, "cyclic_poisson")
+    found: dict[int, np.ndarray] = {}
+    step = 0
+    runs.on_step(engine.optimizer, lambda: found.update({step: runs.grads(engine.model).numpy() * 4 / 3.0}))
+    while step < STEPS:
+        for batch in engine.batches():
+            if step in (2, 3, 7):
+                batch.discard()
+            else:
+                engine.step(batch, nothing)
+            step += 1
+    assert engine.steps_taken == STEPS
+    # The noise that was released has the covariance of its rows of C^-1 w.
+    matrix, rows = np.linalg.inv(correlation.matrix(steps=STEPS)), sorted(found)
+    whitened = np.linalg.inv(np.linalg.cholesky((matrix @ matrix.T)[np.ix_(rows, rows)])) @ [found[row] for row in rows]
+    assert_independent(whitened)
+    with pytest.raises(BudgetExceededError, match=f"all {STEPS} planned steps were taken, for which the noise"):
+        runs.train(engine, 1, nothing)
+    assert engine.steps_taken == STEPS
+
+
+def test_more_steps_than_planned_are_refused_before_the_release(tmp_path: Any) -> None:
+    engine = engine_for(BandedToeplitz(bands=2), "cyclic_poisson")
+    runs.train(engine, STEPS, nothing)
+    before = runs.weights(engine.model)
+    for _ in range(2):
+        with pytest.raises(PrivacyError, match="planned steps were taken"):
+            runs.train(engine, 1, nothing)
+    assert torch.equal(before, runs.weights(engine.model))
+    independent = engine_for(BandedToeplitz(bands=1), "poisson", ledger=tmp_path / "run.ledger")
+    runs.train(independent, STEPS, nothing)
+    with pytest.raises(BudgetExceededError, match="planned steps were taken"):
+        runs.train(independent, 1, nothing)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling": "poisson"}, "needs sampling='cyclic_poisson' or 'cyclic'"),
+        ({"correlation": BufferedToeplitz()}, "needs sampling='cyclic', so that"),
+        ({"steps": None}, r"needs the planned steps.* give steps=\.\.\. or epochs"),
+        ({"correlation": BandedToeplitz(bands="auto")}, 'bands="auto" needs target_epsilon'),
+        ({"schedule": Schedule([Stage(3)])}, "correlation and schedule don't go together"),
+        ({"clipping": Adaptive(1.0, count_noise=1.0)}, "correlation and adaptive clipping don't go together"),
+        ({"noise": "hardened"}, "correlation and noise=.hardened. don't go together"),
+        ({"correlation": BandedToeplitz(bands=7)}, r"bands \* batch_size / population, .* at most 1; got 7 \* 4 / 24"),
+    ],
+)
+def test_what_does_not_go_with_correlation_is_refused(options: dict[str, Any], message: str) -> None:
+    given = {"correlation": BandedToeplitz(bands=3), "sampling": "cyclic_poisson", **options}
+    with pytest.raises(ValueError, match=message):
+        engine_for(**given)
+    with pytest.raises(TypeError, match="correlation must be a BandedToeplitz or a BufferedToeplitz; got 8"):
+        engine_for(8, "cyclic_poisson")  # type: ignore[arg-type]
+
+
+def test_auto_takes_the_bands_with_the_smallest_noise_in_sums() -> None:
+    auto = engine_for(BandedToeplitz(bands="auto"), "cyclic_poisson", target_epsilon=8.0, batch_size=2)
+    chosen = auto.correlation
+    assert [row.bands for row in chosen.table] == [1, 2, 4, 8]
+    assert chosen.matrix.bands == min(chosen.table, key=lambda row: row.noise_multiplier * row.error).bands
+    for row in chosen.table:
+        assert row.error == BandedToeplitz(bands=row.bands).error(steps=STEPS)
+        spent = accounting.epsilon(
+            noise_multiplier=row.noise_multiplier, sample_rate=2 / 24, steps=STEPS, delta=1e-5,
+            sampling="cyclic_poisson", bands=row.bands,
+        )  # fmt: skip
+        assert 7.99 < spent <= 8.0
+    assert auto.noise_multiplier == min(chosen.table, key=lambda row: row.product).noise_multiplier
+    assert "bands  noise multiplier" in str(chosen)
+    runs.train(auto, STEPS, nothing)
+    assert auto.epsilon() <= 8.0
+
+
+def test_cyclic_sampling_charges_the_sensitivity_of_the_matrix() -> None:
+    correlation = BufferedToeplitz(buffers=2)
+    engine = engine_for(correlation, "cyclic", noise_multiplier=6.0)
+    runs.train(engine, STEPS, nothing)
+    matrix = correlation.matrix(steps=STEPS)
+    sensitivity = max(np.linalg.norm(matrix[:, [first, first + 6]].sum(1)) for first in range(6))
+    expected = accounting.epsilon(noise_multiplier=6.0 / sensitivity, sample_rate=1.0, steps=1, delta=1e-5)
+    assert expected <= engine.epsilon() * (1 + 1e-6)
+    assert engine.epsilon() == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_parameters_keep_a_wide_history(dtype: torch.dtype) -> None:
+    correlation = BandedToeplitz(bands=3)
+    engine = engine_for(correlation, "cyclic_poisson", dtype)
+    noise = released(engine, STEPS)
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
+    assert_independent(correlation.matrix(steps=STEPS) @ noise / math.sqrt(1 + tolerance**2))
+    assert all(state.dtype == torch.float32 for state in engine._mechanism._history._state)
+    assert [list(state.shape) for state in engine._mechanism._history._state] == [[2, 80, 5], [2, 80]]
+
+
+def test_groups_with_noise_of_their_own_and_compiled_steps_go_with_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch)
+    correlation = BandedToeplitz(bands=3)
+    for options in ({"clipping": Composed(thresholds=2.0, noise=OptimalNoise())}, {}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 60), nn.Linear(60, 8)).double()
+        engine = runs.engine_for(
+            model, None, runs.data(24, torch.float64), batch_size=4, noise_multiplier=1.5, self_check=False,
+            sampling="cyclic_poisson", correlation=correlation, steps=STEPS, **{"clipping": 2.0, **options},
+        )  # fmt: skip
+        if not options:
+            engine.compile()
+        found: list[np.ndarray] = []
+
+        def note(engine: PrivacyEngine = engine, found: list[np.ndarray] = found) -> None:
+            growth = engine._mechanism.growth  # type: ignore[union-attr]
+            scaled = [p.grad.flatten() / engine.noise_std(p) * growth for p in engine.model.parameters()]  # type: ignore[union-attr]
+            found.append(torch.cat(scaled).numpy())
+
+        runs.on_step(engine.optimizer, note)
+        runs.train(engine, STEPS, nothing)
+        assert_independent(correlation.matrix(steps=STEPS) @ np.array(found))
+
+
+def test_users_go_with_correlation() -> None:
+    correlation = BandedToeplitz(bands=3)
+    engine = engine_for(correlation, "cyclic_poisson", batch_size=2, unit_ids=[row // 2 for row in range(24)])
+    found = released(engine, STEPS) / 2
+    assert_independent(correlation.matrix(steps=STEPS) @ found)
+    assert engine.events[0].unit == "user"
+    with pytest.raises(AttributeError, match="correlation of a PrivacyEngine can't be changed"):
+        engine.correlation = None
+    assert ghostclip.PrivacyEngine is PrivacyEngine
