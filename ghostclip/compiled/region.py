@@ -49,8 +49,9 @@ class Region:
             import torch._inductor as inductor
             import torch._inductor.config as config
 
-            # Dropout must draw what it draws without compiling, or the two couldn't be compared.
-            settings = {"fallback_random": True, "triton.cudagraphs": self._on_cuda}
+            # Dropout must draw what it draws without compiling, and narrow types must round what they round, or the two
+            # couldn't be compared.
+            settings = {"fallback_random": True, "emulate_precision_casts": True, "triton.cudagraphs": self._on_cuda}
             if not self._on_cuda:
                 # With channels last in between, norms would be read crosswise (a CNN's step: 1.18 of this one).
                 settings["layout_optimization"] = False

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 from ghostclip.clipper.collector import Keep, norm_dtype
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.clipping import Automatic, Flat, Thresholds
-from ghostclip.graph.reader import AT_LEAST_FLOAT32
 
 __all__ = ["Clipped", "learn", "trace_friendly"]
 
@@ -24,7 +23,7 @@ class Clipped:
     Attributes:
         losses: [B].
         norms, weights: [B], or {group: [B]}.
-        sums: clipped sums of the trained parameters, in their order; None for one that took no part.
+        sums: clipped sums of the trained parameters, in their order, float32 or wider; None for one that took no part.
     """
 
     losses: Tensor
@@ -39,8 +38,6 @@ def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:
     alone = isinstance(policy, (Flat, Automatic, Thresholds)) or getattr(policy, "weighs_each_alone", False)
     if padded and not alone:
         return f"{type(passes.clipping).__name__} may look at all norms at once, and batches are padded"
-    if any(parameter.dtype not in AT_LEAST_FLOAT32 for _, parameter in passes.index.trained()):
-        return "sums of parameters narrower than float32 are gathered in float32, which a graph doesn't do"
     run = passes.first_pass(losses, Keep.ALL, retain_graph=False)
     if run.unkept_calls():
         return (
@@ -71,9 +68,10 @@ def trace_friendly(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Ten
     whole = torch.stack(list(norms.values())).sum(0) if isinstance(norms, dict) else norms
     for (owner, rows), amount in passes.weighted_sums(weights, run):
         parameter = next(p for _, p in trained if id(p) == owner)
-        amount = amount.to(parameter.dtype)
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        amount = amount.to(wide)
         if rows is not None:
-            amount, part = torch.zeros_like(parameter), amount
+            amount, part = torch.zeros_like(parameter, dtype=wide), amount
             amount[slice(*rows)] = part
         totals[owner] = totals[owner] + amount if owner in totals else amount
     fine = (whole + losses.detach()).sum()

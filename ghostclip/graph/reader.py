@@ -28,7 +28,6 @@ from ghostclip.nn.base import NOTHING, PROBE, LayerCall
 from ghostclip.nn.fallback import FallbackCall
 
 __all__ = [
-    "AT_LEAST_FLOAT32",
     "Uses",
     "first_pass",
     "free_graph",
@@ -52,8 +51,6 @@ HIDING = {
     "whose second derivative is unknown; make its backward of differentiable operations, or leave the gradient out of "
     "the losses",
 }
-# Types in which sums may be formed.
-AT_LEAST_FLOAT32 = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 log = logging.getLogger("ghostclip")
 

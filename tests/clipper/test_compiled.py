@@ -221,6 +221,24 @@ def test_a_step_that_eager_does_faster_is_left_to_it(monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("narrow", ["autocast", "parameters"])
+def test_narrow_types_are_compiled(narrow):
+    def loss_fn(model, batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow == "autocast"):
+            outputs = model(batch[0].to(model[0].weight.dtype))
+        return torch.nn.functional.cross_entropy(outputs.float(), batch[1], reduction="none")
+
+    dtype = torch.bfloat16 if narrow == "parameters" else torch.float32
+    clippers = [ghostclip.GhostClipper(classifier().to(dtype), 0.1, compile=compiled) for compiled in (True, False)]
+    for _ in range(compiling.TRIALS + 3):
+        for clipper in clippers:
+            clipper.model.zero_grad()
+            clipper.clip(loss_fn, batch_of(8))
+        assert_dicts_close(*[gradients(clipper.model) for clipper in clippers], 1e-6)
+    assert (clippers[0].compiled.graphs, clippers[0].compiled.refusals) == (1, [])
+
+
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_loss_that_is_another_one_every_time_is_not_compiled_for_ever(times, monkeypatch):
     monkeypatch.setattr(compiling, "MOST_GRAPHS", 3)
