@@ -29,9 +29,7 @@ def settings():
 # What users may set, in this order: the older setting, that of the device, that of all operations.
 WAYS = {
     "by_the_older_setting": ("medium", None, None),
-    "by_the_older_setting_for_gpus": ("high", None, None),
     "by_device": (None, "bf16", None),
-    "by_device_and_the_older": ("high", "bf16", None),
     "for_all_operations": (None, "none", "bf16"),
 }
 
@@ -146,20 +144,6 @@ def test_sums_are_formed_in_full_precision(second_pass, monkeypatch):
     network, x = model("positions")
     GhostClipper(network, second_pass=second_pass).backward(squares(network(x)))
     assert set(seen) == {"ieee"}
-
-
-@pytest.mark.parametrize("older", [True, False], ids=["torch before 2.9", "this torch"])
-@pytest.mark.parametrize("before", ["highest", "high", "medium"])
-def test_settings_of_older_versions_of_torch(before, older, monkeypatch):
-    if older:
-        monkeypatch.setattr("ghostclip.norms.precision._read", None)
-    torch.set_float32_matmul_precision(before)
-    try:
-        with full_precision(CPU):
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert torch.get_float32_matmul_precision() == before
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.usefixtures("narrow")

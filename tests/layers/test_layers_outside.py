@@ -67,16 +67,6 @@ def test_both_second_passes_are_the_loop(classes, name, times, batch):
         assert {row.rule for row in clipper.explain() if row.layer == "layer"} == {f"My{name}"}
 
 
-@pytest.mark.parametrize("forced", ["gram", "direct"])
-def test_a_strategy_is_chosen_as_for_a_linear_layer(classes, forced):
-    model, x = made(classes, "Projection")
-    clipper = ghostclip.GhostClipper(model, norm_strategy=forced)
-    clipper.norms(project(model(x)))
-    chosen = {row.layer: row.strategy for row in clipper.explain() if row.parameter == "weight"}
-    assert forced in chosen["layer"]
-    assert chosen["layer"].removeprefix("half ") == chosen["before"].removeprefix("half ")
-
-
 @pytest.mark.parametrize("name", ["Scale", "Projection"])
 def test_examples_in_another_dimension(classes, name):
     model, x = made(classes, name)

@@ -5,24 +5,16 @@ import torch
 
 from ghostclip.native import library
 from ghostclip.native.gram import half_gram, ragged_gram
-from ghostclip.norms import outer
 from ghostclip.norms.outer import OuterProduct, gram
-from ghostclip.planner import Planner
 
 needs_compiler = pytest.mark.skipif(library("gram") is None, reason="no C compiler here")
 FORMS = ["gram", "half gram"] if library("gram") is not None else ["gram"]
 # Batch, positions, outputs, inputs: around the sizes of blocks, panels and the depth that C takes at a time.
-SIZES = [(1, 1, 1, 1), (3, 5, 6, 4), (2, 28, 64, 17), (9, 70, 33, 16), (0, 3, 2, 2), (2, 4, 600, 40), (3, 33, 130, 7)]
-SIZES += [
-    (2, 129, 257, 40),
-    (2, 8, 128, 129),
-    (2, 15, 5, 5),
-    (2, 16, 5, 5),
-    (2, 17, 5, 5),
-    (2, 47, 1, 300),
-    (1, 300, 20, 3),
+SIZES = [
+    (1, 1, 1, 1), (3, 5, 6, 4), (2, 28, 64, 17), (9, 70, 33, 16), (0, 3, 2, 2), (2, 4, 600, 40), (3, 33, 130, 7),
+    (2, 129, 257, 40), (2, 8, 128, 129), (2, 15, 5, 5), (2, 16, 5, 5), (2, 17, 5, 5), (2, 47, 1, 300), (1, 300, 20, 3),
     (2, 165, 1700, 6),  # more than a cache holds, so that panels share a read: as many as go together, and one more
-]
+]  # fmt: skip
 
 
 def sides(batch, positions, outputs, inputs, dtype=torch.float64):
@@ -54,39 +46,6 @@ def test_ragged_examples_are_the_same_one_by_one(lengths, widths, dtype):
         assert torch.allclose(squared[example], expected, rtol=tolerance, atol=tolerance)
         assert torch.allclose(scale[example], size, rtol=tolerance)
     assert len(squared) == len(scale) == len(lengths)
-
-
-@needs_compiler
-def test_ragged_examples_are_shared_among_threads():
-    lengths = torch.randint(0, 60, (50,))
-    left, right = (torch.randn(int(lengths.sum()), 64) for _ in range(2))
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    threads = torch.get_num_threads()
-    try:
-        found = []
-        for number in (1, 4):
-            torch.set_num_threads(number)
-            found.append(ragged_gram(left, right, starts))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(map(torch.equal, *found))
-
-
-@needs_compiler
-def test_the_planner_may_choose_it_and_uses_it_then():
-    left, right = sides(4, 6, 20, 9)
-    times = iter((3.0, 2.0, 1.0))
-    planner = Planner(measure=lambda run, device, best: next(times))
-    answer, choice = planner.answer(OuterProduct(left, right, torch.Size((20, 9))), keep=False)
-    assert len(choice.milliseconds) == 3
-    assert torch.allclose(answer.squared_norms, gram(left, right)[0])
-
-
-def test_without_a_compiler_it_is_no_candidate(monkeypatch):
-    monkeypatch.setattr(outer, "gram_is_there", lambda like: False)
-    left, right = sides(4, 6, 20, 9)
-    term = OuterProduct(left, right, torch.Size((20, 9)))
-    assert sorted(term.candidates()) == ["direct", "gram"]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

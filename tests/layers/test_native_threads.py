@@ -60,20 +60,6 @@ def test_a_part_that_fails_is_reported(kind, threads):
     assert calls.share_out(noted([], fails=True), 64, 8, 1000, (7,))
 
 
-@pytest.mark.parametrize(("work", "pieces"), [(0, 1), (2 * calls.SHARE - 1, 1), (3 * calls.SHARE, 3)])
-def test_work_is_shared_among_as_many_as_it_is_worth(work, pieces, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    found: list = []
-    calls.share_out(noted(found), 64, 8, work, (7,))
-    assert len(found) == pieces
-
-
-def test_numbers_that_are_not_whole_go_as_their_bits():
-    assert calls._words((1.0, None, 7)) == [0x3FF0000000000000, 0, 7]
-    with pytest.raises(TypeError, match="expected a tensor, a number or None; got str"):
-        calls._words(("1",))
-
-
 @both_kinds
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 5_000])
 def test_noise_does_not_depend_on_the_threads(size, kind, threads):

@@ -5,7 +5,7 @@ import torch
 
 from ghostclip.native import library
 from ghostclip.native.shifts import shifted_products
-from ghostclip.norms.convolution import ConvGrads, Geometry, weight_gradient, windowed_gram
+from ghostclip.norms.convolution import ConvGrads, Geometry, weight_gradient
 
 needs_compiler = pytest.mark.skipif(library("shifts") is None, reason="no C compiler here")
 # Sizes, kernel, stride, padding, dilation, and channels in and out: more and fewer than fit into vectors and panels.
@@ -49,15 +49,6 @@ def single(term, each):
     return weight_gradient(term.images[part].double(), term.grads[part].double(), term.shape, term.geometry)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, kernel, stride, *_) in SHAPES.items() if max(stride) == 1])
-@pytest.mark.parametrize("batch", [0, 1, 3])
-def test_windows_equal_single_gradients(name, batch):
-    term = term_of(name, batch)
-    squared, _ = windowed_gram(term.images, term.grads, term.shape[2:], term.geometry.padding, term.geometry.dilation)
-    for each in range(batch):
-        torch.testing.assert_close(squared[each], single(term, each).square().sum(), rtol=1e-11, atol=0)
-
-
 @pytest.mark.parametrize("name", ["gram", "windows"])
 def test_cancellation_between_positions_is_noticed(name):
     images, grads = 1 + 1e-3 * torch.randn(2, 3, 8, 8), torch.randn(2, 4, 6, 6)
@@ -66,18 +57,6 @@ def test_cancellation_between_positions_is_noticed(name):
     exact = torch.stack([single(term, each).square().sum() for each in range(2)])
     found = term.candidates()[name].run(term).squared_norms
     torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=0)
-
-
-def test_where_strategies_are_offered():
-    """Windows for stride one and a kernel of several, shifts in one and two dimensions."""
-    for stride, kernel, windows in (((1,), 3, True), ((1, 1), 3, True), ((2, 1), 3, False), ((1, 1), 1, False),
-                                    ((1, 1, 1), 3, True)):  # fmt: skip
-        ones, dims = (1,) * len(stride), len(stride)
-        grads = torch.randn(2, 4, *[(8 - kernel) // step + 1 for step in stride])
-        shape = torch.Size((4, 3, *[kernel] * dims))
-        term = ConvGrads(torch.randn(2, 3, *[8] * dims), grads, shape, Geometry(stride, (0,) * dims, ones, 1))
-        assert ("windows" in term.candidates()) == windows
-        assert ("shifts" in term.candidates()) == (dims < 3 and library("shifts") is not None)
 
 
 @needs_compiler

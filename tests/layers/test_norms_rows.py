@@ -72,29 +72,3 @@ def test_compiled_rows_of_any_layout(layout, width, dtype):
     torch.testing.assert_close(table, torch.einsum("b,brd->rd", weights, exact), **tolerance)
     squared = chains(indices, gradients)
     torch.testing.assert_close(squared, exact.flatten(1).square().sum(1), **tolerance)
-
-
-@needs_compiler
-@pytest.mark.parametrize("threads", [2, 3])
-def test_threads_change_nothing(monkeypatch, threads):
-    monkeypatch.setattr("ghostclip.native.calls.SHARE", 1)
-    indices, gradients, weights = torch.randint(9, (33, 12)), torch.randn(33, 12, 40), torch.rand(33)
-    tables, squared = [], []
-    for count in (1, threads):
-        monkeypatch.setattr("torch.get_num_threads", lambda count=count: count)
-        tables.append(torch.zeros(9, 40))
-        add_rows(tables[-1], indices, gradients, weights)
-        squared.append(chains(indices, gradients))
-    assert torch.equal(*tables)
-    assert torch.equal(*squared)
-
-
-@needs_compiler
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_example_stays_by_itself(bad):
-    indices, gradients = torch.randint(9, (4, 12)), torch.randn(4, 12, 8)
-    clean = chains(indices, gradients)
-    gradients[2, 5, 3] = bad
-    found = chains(indices, gradients)
-    assert not found[2].isfinite()
-    assert torch.equal(found[[0, 1, 3]], clean[[0, 1, 3]])

@@ -11,8 +11,6 @@ from recurrent_layers import (
     I,
     T,
     assert_all_close,
-    calls_behind,
-    first_pass,
     initial,
     losses,
     pair,
@@ -21,11 +19,9 @@ from recurrent_layers import (
 )
 from torch import Tensor
 from torch import nn as torch_nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ghostclip.nn import rnn
-from ghostclip.nn.rnn import recurrence
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_option = pytest.mark.parametrize("option", OPTIONS)
@@ -86,87 +82,12 @@ def test_ordinary_gradients_equal_torch(kind, option):
 
 
 @every_kind
-@pytest.mark.one_in(3)
-def test_gradcheck(kind):
-    _, layer = pair(kind)
-    x, states, names = (
-        sequences(layer, steps=3).requires_grad_(),
-        initial(layer),
-        [name for name, _ in layer.named_parameters()],
-    )
-
-    def function(x, *rest):
-        given = rest[len(names) :]
-        hx = tuple(given) if len(given) > 1 else given[0]
-        output, last = functional_call(layer, dict(zip(names, rest, strict=False)), (x, hx))
-        return (output, *last) if isinstance(last, tuple) else (output, last)
-
-    assert torch.autograd.gradcheck(function, (x, *layer.parameters(), *states))
-
-
-@every_kind
-def test_the_first_pass_forms_no_weight_gradient(kind, monkeypatch):
-    _, layer = pair(kind)
-    formed = []
-    product = recurrence._product
-    monkeypatch.setattr(recurrence, "_product", lambda *sides: formed.append(sides) or product(*sides))
-    results = run(layer, sequences(layer))
-    total = losses(layer, results).sum()
-    first_pass(total, results)
-    assert formed == []
-    assert all(parameter.grad is None for parameter in layer.parameters())
-    total.backward()
-    assert len(formed) == (3 if layer.proj_size else 2)
-
-
-@every_kind
-def test_torch_does_it_all_where_nothing_is_trained_or_recorded(kind):
-    plain, layer = pair(kind)
-    x = sequences(layer)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert torch.equal(layer(x)[0], plain(x)[0])
-            assert not layer(x)[0].requires_grad
-    layer.requires_grad_(False)
-    below = x.clone().requires_grad_()
-    assert calls_behind(layer(below)[0]) == []
-    assert_all_close(
-        torch.autograd.grad(layer(below)[0].sum(), below), torch.autograd.grad(plain(below)[0].sum(), below)
-    )
-
-
-@every_kind
 def test_checkpointing(kind):
     plain, layer = pair(kind)
     x = sequences(layer)
     output, _ = checkpoint(layer, x, use_reentrant=False)
     found = torch.autograd.grad(output.square().sum(), list(layer.parameters()))
     assert_all_close(found, torch.autograd.grad(plain(x)[0].square().sum(), list(plain.parameters())))
-
-
-@every_kind
-def test_half_precision_is_worked_off_in_float32(kind):
-    _, exact = pair(kind, dtype=torch.float32)
-    _, layer = pair(kind, dtype=torch.bfloat16)
-    layer.load_state_dict(exact.state_dict())
-    exact.load_state_dict(layer.state_dict())
-    x = sequences(layer)
-    results = run(layer, x)
-    ((inputs, grad),) = first_pass(losses(layer, results).sum(), results).values()
-    assert {tensor.dtype for tensor in (*inputs, grad)} == {torch.float32}
-    losses(layer, results).sum().backward()
-    losses(exact, run(exact, x.float())).sum().backward()
-    assert_all_close([p.grad.float() for p in layer.parameters()], [p.grad for p in exact.parameters()], 0.05)
-
-
-def test_torch_says_what_is_wrong_with_sizes():
-    plain, layer = pair("lstm", dtype=torch.float32)
-    for x, hx in ((torch.randn(T, B, I + 1), None), (torch.randn(T, B, I), (torch.zeros(1, B, 2),) * 2)):
-        with pytest.raises(RuntimeError) as expected:
-            plain(x, hx)
-        with pytest.raises(RuntimeError) as found:
-            layer(x, hx)
-        assert str(found.value) == str(expected.value)
 
 
 @every_kind
@@ -178,14 +99,3 @@ def test_weights_that_are_computed_are_clipped_exactly(kind, name):
     layer = wrapper.wrapped(I, H, batch_first=True, dtype=torch.float64, **own)
     model = torch_nn.utils.parametrizations.weight_norm(layer, name)
     assert_exact(model, sequences(layer), losses=lambda results: results[0].square().sum((1, 2)))
-
-
-@every_kind
-def test_second_derivatives_are_those_of_torchs_layer(kind):
-    plain, layer = pair(kind)
-    x, found = sequences(layer), []
-    for each in (plain, layer):
-        loss = each(x)[0].square().sum()
-        (grad,) = torch.autograd.grad(loss, [each.weight_hh_l0], create_graph=True)
-        found.append(torch.autograd.grad(grad.square().sum(), list(each.parameters())))
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)

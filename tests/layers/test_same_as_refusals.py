@@ -1,8 +1,6 @@
 """What `ghostclip.same_as` refuses: other values, gradients or effects, other parameters, wrong arguments."""
 
 import copy
-import sys
-import warnings
 
 import declared_layers as mine
 import pytest
@@ -20,20 +18,15 @@ pytestmark = pytest.mark.usefixtures("declarations")
 # name: (class, torch's, arguments of the class, an input, words of the error)
 DIFFERENT = {
     "values": (mine.Doubled, nn.Linear, (3, 4), torch.randn(5, 3), "other values"),
-    "rounding": (mine.HandNorm, nn.LayerNorm, (64,), torch.randn(5, 64), "other values"),
     "gradient": (mine.DetachedBias, nn.Linear, (3, 4), torch.randn(5, 3), "not its gradient"),
     "padding": (mine.IndexEmbedding, nn.Embedding, (7, 4, 0), torch.zeros(2, 3, dtype=torch.long), "not its gradient"),
     "shape": (mine.CroppedConv2d, nn.Conv2d, (1, 2, 3), torch.randn(2, 1, 7, 7), r"\[2, 2, 3, 3\] on cpu, not"),
-    "structure": (mine.WithNone, nn.Linear, (3, 4), torch.randn(5, 3), "nested differently"),
     "noise": (mine.Jittered, nn.Linear, (3, 4), torch.randn(5, 3), "other values"),
     "new buffer": (mine.Observed, nn.Linear, (3, 4), torch.randn(5, 3), "it changes largest"),
-    "buffer in place": (mine.Counted, nn.Linear, (3, 4), torch.randn(5, 3), "it changes count"),
     "weight": (mine.Renormed, nn.Linear, (3, 4), torch.randn(5, 3), "it changes weight"),
     "attribute": (mine.KeptInput, nn.Linear, (3, 4), torch.randn(5, 3), "it changes seen"),
     "containers": (mine.Listing, nn.Linear, (3, 4), torch.randn(5, 3), "it changes .*penalties"),
-    "nested": (mine.Nested, nn.Linear, (3, 4), torch.randn(5, 3), r"it changes seen.rows.0, inner.calls"),
     "input": (mine.InPlaceInput, nn.Linear, (3, 4), torch.randn(5, 3), "it changes its input"),
-    "torch's raises": (mine.InputsFirst, nn.Linear, (3, 4), torch.randn(5, 3), "can't be called so"),
 }
 
 
@@ -76,7 +69,6 @@ LATER = {
         "not its",
     ),
     "train mode": (mine.FlaggedLinear, lambda model: model(ROWS), lambda model: model.eval()(ROWS), "other values"),
-    "no time": (mine.ShapeLinear, lambda model: model(ROWS), lambda model: model(ROWS.expand(2, 5, 3)), "other values"),
     "another forward": (REPLACED, replace_forward, lambda model: model(ROWS), "other values"),
 }
 
@@ -90,12 +82,6 @@ def test_a_difference_is_found_when_it_shows(name):
         then(model)
 
 
-def weight_normed(module):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return nn.utils.weight_norm(module)
-
-
 def patched(module):
     module._conv_forward = lambda input, weight, bias: input
     return module
@@ -103,18 +89,10 @@ def patched(module):
 
 # name: (class, torch's, a module, words of the finding)
 MISFITS = {
-    "parameters more": (mine.LoRALinear, nn.Linear, lambda: mine.LoRALinear(3, 4), "another parameter up, down.weight"),
-    "weight norm": (mine.MyLinear, nn.Linear, lambda: weight_normed(mine.MyLinear(3, 4)), "another parameter weight_g"),
+    "parameters more": (mine.LoRALinear, nn.Linear, lambda: mine.LoRALinear(3, 4), "another parameter up"),
     "attributes less": (mine.HandRMSNorm, nn.RMSNorm, lambda: mine.HandRMSNorm(4), "no attribute normalized_shape"),
-    "of the class": (mine.ClassEps, nn.LayerNorm, lambda: mine.ClassEps(4), "no attribute eps"),
     "parameters less": (mine.NoWeight, nn.LayerNorm, lambda: mine.NoWeight(4), "lacks the parameter weight"),
     "a patched method": (mine.MyConv2d, nn.Conv2d, lambda: patched(mine.MyConv2d(2, 3, 3)), "place of _conv_forward"),
-    "torch's own": (
-        mine.IndexEmbedding,
-        nn.Embedding,
-        lambda: mine.IndexEmbedding(7, 4, max_norm=1.0),
-        "max_norm rescales",
-    ),
 }
 
 
@@ -135,18 +113,11 @@ def test_what_can_not_be_the_same_is_found_by_check_and_refused_by_wrap(name):
     ("kind", "target", "error", "words"),
     [
         (3, nn.Linear, TypeError, "kind must be a class of modules"),
-        (mine.MyLinear(3, 4), nn.Linear, TypeError, "kind must be a class of modules"),
-        (dict, nn.Linear, TypeError, "kind must be a class of modules"),
         (mine.MyLinear, "Linear", TypeError, "torch_class must be a class of modules"),
         (mine.MyLinear, nn.ReLU, ValueError, "ReLU has no rule"),
-        (mine.MyLinear, mine.HandLinear, ValueError, "HandLinear has no rule"),
         (mine.MyLinear, nn.MultiheadAttention, ValueError, "is built of layers that have rules"),
-        (mine.MyLinear, nn.TransformerEncoderLayer, ValueError, "is built of layers that have rules"),
         (nn.Linear, nn.Linear, ValueError, "Linear is torch's"),
-        (nn.Identity, nn.Linear, ValueError, "Identity is torch's"),
         (ghostclip.nn.Linear, nn.Linear, ValueError, "Linear has one already"),
-        (mine.AWrapper, nn.Linear, ValueError, "AWrapper has one already"),
-        (mine.MyLinear, mine.AWrapper, ValueError, "AWrapper has no rule"),
     ],
 )
 def test_arguments_that_declare_nothing(kind, target, error, words):
@@ -160,69 +131,3 @@ def test_a_class_is_the_same_as_one_other():
     ghostclip.same_as(mine.MyLinear, ghostclip.nn.Linear)
     with pytest.raises(ValueError, match="MyLinear was declared to be the same as Linear"):
         ghostclip.same_as(mine.MyLinear, nn.Bilinear)
-
-
-def test_what_containers_held_is_in_them_again():
-    model = declared(mine.Listing, nn.Linear, 3, 4)
-    first, statistics = object(), model[1].statistics
-    model[1].penalties.append(first)
-    with pytest.raises(UnsupportedModelError, match="penalties"):
-        model(torch.randn(5, 3))
-    assert model[1].penalties == [first]
-    assert model[1].statistics is statistics
-    assert not statistics
-    assert not model[1].kinds
-
-
-def test_out_of_memory_is_no_difference():
-    model = declared(mine.OutOfMemory, nn.Linear, 3, 4)
-    with pytest.raises(RuntimeError, match="allocate memory"):
-        model(torch.randn(5, 3))
-
-
-@pytest.mark.slow
-def test_a_module_is_whole_wherever_ctrl_c_comes():
-    """Ctrl-C at each line of the comparison: no attribute is ever missing afterwards."""
-    names = None
-    for stop in range(1, 10_000):
-        model = declared(mine.Listing, nn.Linear, 3, 4)
-        names = set(vars(model[1])) if names is None else names
-        if not interrupted(stop, lambda model=model: model(torch.randn(5, 3))):
-            break
-        assert set(vars(model[1])) >= names
-        assert set(model[1]._parameters) == {"weight", "bias"}
-        model[1].__dict__["penalties"].clear()
-    assert stop > 100
-
-
-def interrupted(stop, work):
-    """Whether Ctrl-C came at that line of the comparison."""
-    left = stop
-
-    def line(frame, event, arg):
-        nonlocal left
-        left -= event == "line"
-        if left == 0:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return line
-
-    sys.settrace(lambda frame, event, arg: line if frame.f_code.co_filename.endswith("nn/declared.py") else None)
-    try:
-        work()
-    except KeyboardInterrupt:
-        return True
-    except UnsupportedModelError:
-        return False
-    finally:
-        sys.settrace(None)
-    return False
-
-
-def test_names_that_the_wrapper_needs():
-    class Named(nn.Linear):
-        def capture(self):
-            return None
-
-    with pytest.raises(ValueError, match="Named has capture, which its wrapper needs"):
-        ghostclip.same_as(Named, nn.Linear)

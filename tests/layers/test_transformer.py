@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from case_models import Wired
 from case_types import project
 from comparing import exact_or_refused
 from torch import nn as torch_nn
@@ -59,15 +58,6 @@ def test_built_from_ghostclip_nn_every_part_is_a_wrapper(name):
     owners = [ours.get_submodule(parameter.rpartition(".")[0]) for parameter, _ in ours.named_parameters()]
     assert all(isinstance(owner, GhostLayer) for owner in owners)
     assert repr(ours) == repr(theirs)
-
-
-def test_layers_of_an_encoder_are_copies():
-    model = encoder(nn)
-    first, second = model.layers
-    assert isinstance(second.linear1, nn.Linear)
-    assert first.linear1.weight is not second.linear1.weight
-    assert first.norm1.weight is not second.norm1.weight
-    assert torch.equal(first.linear1.weight, second.linear1.weight)
 
 
 @pytest.mark.parametrize("norm_first", [True, False], ids=["norm first", "norm last"])
@@ -127,67 +117,12 @@ class Gated(nn.TransformerEncoderLayer):
         return torch.sigmoid(self.gate(src)) * super().forward(src, src_mask, src_key_padding_mask, is_causal)
 
 
-def hidden_positions():
-    """Added positions that a causal hint hides."""
-    attention = torch_nn.MultiheadAttention(8, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True)
-    hints = {"attn_mask": MASK, "is_causal": True, "need_weights": False}
-    return Wired(lambda m, x: m.attention(x, x, x, **hints)[0], attention=attention)
+@pytest.mark.parametrize("namespace", [nn, torch_nn], ids=["ours", "torch's"])
+def test_time_first_is_exact_with_as_many_steps_as_examples(namespace):
+    model, x = namespace.TransformerEncoderLayer(**SMALL, dropout=0.0), torch.randn(5, 5, 8, dtype=torch.float64)
+    assert exact_or_refused(model.double(), (x,), [1], partial(project, batch_dim=1)) is None
 
 
-def masked(model):
-    """With a mask that torch finds to be causal."""
-    return Wired(lambda m, *x: m.model(*x, MASK), model=model)
-
-
-MASK = torch_nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
-# name: model, number of inputs [5, 5, 8] (as many steps as examples), where examples are
-EXACT = {
-    "added positions": (hidden_positions, 1, 0),
-    "causal encoder": (lambda: masked(encoder(torch_nn)), 1, 0),
-    "causal decoder": (lambda: masked(decoder(nn).eval()), 2, 0),
-    "causal transformer": (lambda: masked(whole(nn).eval()), 2, 0),
-    "a user's": (
-        lambda: torch_nn.Sequential(Gated(8), nn.TransformerEncoder(Gated(8), 1, enable_nested_tensor=False)), 1, 0,
-    ),
-    "ours, time first": (lambda: nn.TransformerEncoderLayer(**SMALL, dropout=0.0), 1, 1),
-    "torch's, time first": (lambda: torch_nn.TransformerEncoderLayer(**SMALL, dropout=0.0), 1, 1),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_models_of_them_are_exact(name):
-    build, count, dim = EXACT[name]
-    inputs = torch.randn(count, 5, 5, 8, dtype=torch.float64).unbind()
-    assert exact_or_refused(build().double(), inputs, [dim] * count, partial(project, batch_dim=dim)) is None
-
-
-def test_a_users_layer_made_of_one_has_its_own_signature():
-    assert inspect.signature(Gated) == inspect.signature(Gated.__init__, follow_wrapped=False).replace(
-        parameters=[inspect.Parameter("width", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    )
-
-
-def test_what_the_user_says_of_examples_stands():
-    model = ghostclip.wrap(torch_nn.TransformerEncoderLayer(**SMALL), batch_dim={"linear1": 0})
-    model(torch.randn(4, 3, 8))
-    assert model.linear1.ghost_batch_dim == 0
-    assert model.linear2.ghost_batch_dim == 1
-
-
-def test_torch_says_what_is_wrong_with_sizes():
-    ours, theirs = (namespace.MultiheadAttention(8, 2, batch_first=True) for namespace in (nn, torch_nn))
-    x, short = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
-    wrong = (
-        ((x, x, x), {"attn_mask": torch.zeros(1, 5)}),
-        ((x, x, x), {"attn_mask": torch.zeros(3, 5, 5)}),
-        ((x, x, x), {"key_padding_mask": torch.zeros(3, 4)}),
-        ((x, x, x), {"is_causal": True}),
-        ((x, short, x), {}),
-        ((x, x[:1], x[:1]), {}),
-    )
-    for inputs, options in wrong:
-        with pytest.raises((RuntimeError, AssertionError)) as expected:
-            theirs(*inputs, **options)
-        with pytest.raises(type(expected.value)) as found:
-            ours(*inputs, **options)
-        assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
+def test_a_user_s_layer_made_of_one_is_exact():
+    model = torch_nn.Sequential(Gated(8), nn.TransformerEncoder(Gated(8), 1, enable_nested_tensor=False))
+    assert exact_or_refused(model.double(), (torch.randn(5, 5, 8, dtype=torch.float64),)) is None

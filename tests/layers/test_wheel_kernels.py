@@ -63,14 +63,6 @@ def test_every_c_file_is_in_the_wheel_or_is_the_allocator() -> None:
     assert {path.stem for path in HERE.glob("*.c")} == {*targets.KERNELS, "allocated"}
 
 
-def test_a_damaged_library_is_said(installed: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = installed / targets.FOLDER / targets.file_of(torch.backends.cpu.get_cpu_capability())
-    file.parent.mkdir()
-    file.write_bytes(b"no library")
-    build.library("normal")
-    assert f"{file.name} of the wheel can't be loaded" in caplog.text
-
-
 def test_what_is_said_without_kernels(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CC", raising=False)

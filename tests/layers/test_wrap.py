@@ -19,10 +19,7 @@ OBSTACLES = {
     "SyncBatchNorm": (lambda: nn.SyncBatchNorm(4), "GroupNorm"),
     "BatchNorm without affine": (lambda: nn.BatchNorm1d(4, affine=False), "GroupNorm"),
     "BatchNorm frozen": (lambda: nn.BatchNorm1d(4).requires_grad_(False), "GroupNorm"),
-    "BatchNorm in eval mode without statistics": (
-        lambda: nn.BatchNorm1d(4, track_running_stats=False).eval(),
-        "GroupNorm",
-    ),
+    "BatchNorm of no statistics": (lambda: nn.BatchNorm1d(4, track_running_stats=False).eval(), "GroupNorm"),
     "LazyLinear": (lambda: nn.LazyLinear(4), "batch"),
 }
 
@@ -56,16 +53,12 @@ def test_all_findings_come_at_once_and_nothing_is_changed():
 
 
 @pytest.mark.parametrize("build", [cnn, transformer])
-def test_a_good_model_has_no_findings(build):
-    assert ghostclip.check(build(nn)) == []
-    assert ghostclip.check(ghostclip.wrap(build(nn))) == []
-
-
-@pytest.mark.parametrize("build", [cnn, transformer])
 def test_wrapping_is_in_place_and_undone_by_unwrap(build):
     model = build(nn)
     before = {name: (id(module), type(module)) for name, module in model.named_modules()}
+    assert ghostclip.check(model) == []
     assert ghostclip.wrap(model) is model
+    assert ghostclip.check(model) == []
     once = [type(module) for module in model.modules()]
     assert [type(module) for module in ghostclip.wrap(model).modules()] == once
     wrapped = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
@@ -127,12 +120,3 @@ def test_what_follows_a_replaced_batchnorm_stays():
     assert [type(module).__name__ for module in model[1]] == ["GroupNorm", "Identity", "ReLU"]
     assert model[1].act(torch.tensor(-1.0)) == 0
     assert ghostclip.check(model) == []
-
-
-def test_layers_with_the_same_problem_share_a_line():
-    layers = [nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.DataParallel(nn.Conv2d(3, 3, 1)), nn.BatchNorm2d(3)]
-    with pytest.raises(ghostclip.UnsupportedModelError) as refusal:
-        ghostclip.wrap(nn.Sequential(*layers))
-    _, norms, parallel = str(refusal.value).splitlines()
-    assert norms.startswith("  1. 0, 1, 3: BatchNorm2d")
-    assert parallel.startswith("  2. 2: DataParallel")

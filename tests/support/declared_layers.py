@@ -39,20 +39,17 @@ def _largest(self: nn.Linear, x: Tensor) -> None:
 
 # The same function.
 DrawingLinear = linear("DrawingLinear", before=lambda self, x: torch.rand(3))
-# Another function: always; in eval mode and once a flag is set; of sequences.
+# Another function: always; in eval mode and once a flag is set; by chance.
 Doubled = linear("Doubled", lambda self, x: 2 * plain(self, x))
 FlaggedLinear = linear(
     "FlaggedLinear", lambda self, x: (3 if self.flag or not self.training else 1) * plain(self, x), flag=False
 )
-ShapeLinear = linear("ShapeLinear", lambda self, x: plain(self, x).cumsum(1) if x.dim() == 3 else plain(self, x))
 Jittered = linear("Jittered", lambda self, x: plain(self, x) + torch.rand((), device=x.device))
-# The same output, and another gradient or structure.
+# The same output, and another gradient.
 DetachedBias = linear("DetachedBias", lambda self, x: F.linear(x, self.weight, self.bias.detach()))
-WithNone = linear("WithNone", lambda self, x: (plain(self, x), None))
-# Effects: on a buffer that is new or changed in place (as layers do that will be quantized), on the weight behind
-# autograd's back, on attributes, on the input.
+# Effects: on a buffer (as layers have that will be quantized), on the weight behind autograd's back, on attributes, on
+# the input.
 Observed = linear("Observed", before=_largest, buffer="largest")
-Counted = linear("Counted", before=lambda self, x: self.count.add_(1), buffer="count")
 Renormed = linear("Renormed", before=lambda self, x: self.weight.data.renorm_(p=2, dim=0, maxnorm=0.1))
 KeptInput = linear("KeptInput", before=lambda self, x: setattr(self, "seen", x))
 InPlaceInput = linear("InPlaceInput", lambda self, x: (plain(self, x), x.mul_(2))[0])
@@ -92,28 +89,12 @@ class HandLinear(nn.Module):
         return x @ self.weight.T
 
 
-class InputsFirst(nn.Linear):
-    """A weight of the other layout."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features)
-        self.weight = nn.Parameter(self.weight.detach().T.clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
 class LoRALinear(nn.Linear):
-    """Two more parameters, which are frozen and add nothing."""
+    """One more parameter, which is frozen and adds nothing."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
-        self.down = nn.Linear(self.in_features, 1, bias=False).requires_grad_(False)
         self.up = nn.Parameter(torch.zeros(self.out_features, 1), requires_grad=False)
-
-
-class AWrapper(ghostclip.nn.Linear):
-    """A subclass of a wrapper is one."""
 
 
 class Listing(nn.Linear):
@@ -128,26 +109,6 @@ class Listing(nn.Linear):
         self.statistics["largest"] = x.detach().max()
         self.kinds.add(x.dtype)
         return super().forward(x)
-
-
-class Nested(nn.Linear):
-    """Counts in a tensor in a list in a dict, and in a submodule."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.inner, self.seen = nn.Identity(), {"rows": [torch.zeros(())]}
-
-    def forward(self, x):
-        self.seen["rows"][0] += len(x)
-        self.inner.calls = 1
-        return super().forward(x)
-
-
-class OutOfMemory(nn.Linear):
-    """Runs out of memory, as the CPU's allocator says it."""
-
-    def forward(self, x):
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
 
 class MyConv2d(nn.Conv2d):
@@ -179,30 +140,12 @@ class MyLayerNorm(nn.Module):
         return torch.native_layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)[0]
 
 
-class ClassEps(MyLayerNorm):
-    """An attribute of the class in the place of the module's own."""
-
-    eps = 1e-3
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        del self.eps
-
-
 class NoWeight(MyLayerNorm):
     """Lacks a parameter, even as None."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
         del self.weight
-
-
-class HandNorm(nn.LayerNorm):
-    """Computed by hand: the same up to rounding, which is not the same."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        centered = x - x.mean(-1, keepdim=True)
-        return centered / (centered.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight + self.bias
 
 
 class HandRMSNorm(nn.Module):
@@ -218,21 +161,6 @@ class IndexEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.weight[tokens]
-
-
-class MyLSTM(nn.LSTM):
-    """torch's, called in another way."""
-
-    def forward(self, x: Any, state: Any = None) -> Any:
-        return super().forward(x, state)
-
-
-class DoubledLSTM(nn.LSTM):
-    """Not torch's function of packed sequences."""
-
-    def forward(self, x: Any, state: Any = None) -> Any:
-        output, last = super().forward(x, state)
-        return output._replace(data=2 * output.data), last
 
 
 def declared(kind: type[nn.Module], target: type[nn.Module], *args: Any, **options: Any) -> nn.Module:
