@@ -25,9 +25,3 @@ def test_clipping_needs_no_accountant_and_no_plots():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "4"]
-
-
-def test_the_block_does_block():
-    done = run("import dp_accounting")
-    assert done.returncode == 1
-    assert "ModuleNotFoundError" in done.stderr

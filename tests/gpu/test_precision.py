@@ -70,25 +70,16 @@ def assert_near(name: str, result, model: nn.Module, tolerance: float) -> None:
 @every_network
 @every_pass
 @every_strategy
-def test_tensor_float_32(name, second_pass, norm_strategy):
+@pytest.mark.parametrize("narrow", [False, True], ids=["TensorFloat-32", "bfloat16 autocast"])
+def test_narrow_products(name, second_pass, norm_strategy, narrow):
     model, inputs, targets = subject(name)
     clipper = ghostclip.GhostClipper(model, MAX_NORM, second_pass=second_pass, norm_strategy=norm_strategy)
-    with tensor_float(True):
-        result = clipper.backward(WORKLOADS[name].losses(model(inputs), targets))
-    assert_near(name, result, model, TF32)
-
-
-@every_network
-@every_pass
-@every_strategy
-def test_bfloat16_autocast(name, second_pass, norm_strategy):
-    model, inputs, targets = subject(name)
-    clipper = ghostclip.GhostClipper(model, MAX_NORM, second_pass=second_pass, norm_strategy=norm_strategy)
-    with torch.autocast(DEVICE, torch.bfloat16):
+    with tensor_float(not narrow), torch.autocast(DEVICE, torch.bfloat16, enabled=narrow):
         outputs = model(inputs)
-    result = clipper.backward(WORKLOADS[name].losses(outputs.float(), targets))
+    with tensor_float(not narrow):
+        result = clipper.backward(WORKLOADS[name].losses(outputs.float(), targets))
     assert result.norms.dtype == torch.float32
-    assert_near(name, result, model, BF16)
+    assert_near(name, result, model, BF16 if narrow else TF32)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "embedding"])

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from threading import get_ident
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ from recurrent_layers import KINDS, OPTIONS, initial, losses, pair, run, sequenc
 from time_traces import GATES, incoming_for, lived_through
 from torch import Tensor
 
-from ghostclip import GhostClipper
-from ghostclip.nn.rnn import recurrence
 from ghostclip.nn.rnn.identity_input import identity_gradients, serves
 from ghostclip.nn.rnn.loops import LOOPS
 from ghostclip.nn.rnn.trace import GateGradients, Incoming, Trace, Way
@@ -101,20 +98,3 @@ def test_outputs_and_ordinary_gradients_are_torchs(kind, option):
         grads = torch.autograd.grad(losses(layer, results).sum(), [x, *layer.parameters(), *states])
         found.append([*results, *grads])
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_sink_is_called_in_the_thread_of_the_backward(kind, monkeypatch):
-    """Autograd has a thread for each device: norms taken in another one would be two at once, and out of the stream."""
-    threads: dict[str, int] = {}
-    for owner, name in ((recurrence, "_back"), (recurrence.Found, "for_rule")):
-        watched = getattr(owner, name)
-        monkeypatch.setattr(
-            owner,
-            name,
-            lambda *args, name=name, watched=watched: (threads.update({name: get_ident()}), watched(*args))[1],
-        )
-    _, layer = pair(kind, dtype=torch.float32)
-    layer = layer.to(DEVICE)
-    GhostClipper(layer, 1.0).backward(layer(sequences(layer).to(DEVICE))[0].square().sum((0, 2)))
-    assert threads["_back"] == threads["for_rule"]

@@ -113,19 +113,6 @@ def test_mistakes_end_with_status_2_and_one_line(words, capsys, monkeypatch):
     assert shown.err.count("\n") == 1
 
 
-def test_memory_is_measured_where_asked(monkeypatch, capsys):
-    asked = []
-
-    def ask(task):
-        asked.append(task.contender)
-        return {"peak": 2**26 if task.contender == "nonprivate" else 2**25}
-
-    monkeypatch.setattr("ghostclip.bench.memory.ask", ask)
-    assert main(["--workloads", "tiny", *FEW, "--memory", "cached"]) == 0
-    assert asked == ["nonprivate", "cached"]
-    assert "| tiny | 64 | 0.50 |" in capsys.readouterr().out
-
-
 def test_a_wrong_contender_of_ours_is_status_1_and_a_wrong_library_is_a_finding(monkeypatch, capsys):
     bad = Contender("cached", "", by_filling_gradients(broken))
     words = ["--workloads", "tiny", "--seconds", "0.01", "--contenders"]

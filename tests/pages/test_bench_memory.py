@@ -50,10 +50,3 @@ def test_allocated_bytes_are_counted():
     assert 1_264_000 <= most < 1_264_000 + 120_000
     assert since < 20_000
     assert left < 20_000
-
-
-def test_without_a_counter_there_is_no_figure(monkeypatch):
-    monkeypatch.setattr(memory, "_counter", lambda: None)
-    found = peaks("mlp", ["cached"], 4)
-    assert list(found) == ["nonprivate", "cached"]
-    assert all("takes glibc and a C compiler" in row["failed"] for row in found.values())

@@ -68,10 +68,3 @@ def test_a_forecast_goes_on_where_the_run_ended():
     assert found.forecasts["RDP"][-1] == accounting.epsilon(steps=40, **once)
     forecast = (found.forecast_steps, found.forecasts)
     assert epsilon_plot(found.steps, found.epsilons, 1e-5, 2.0, forecast).startswith(PNG)
-
-
-def test_no_forecast_is_made_of_what_others_spent_too():
-    curve = PrivacyCurve([0, 20], {"RDP": [0.0, 1.0]}, 1e-5)
-    assert with_forecast(curve, settings(ledger="run.ledger"), 600) == curve
-    assert with_forecast(curve, settings(noise_multiplier=None), 600) == curve
-    assert with_forecast(None, settings(), 600) is None

@@ -1,10 +1,5 @@
 """`ghostclip train --checkpoint` and `--resume`: a run that was interrupted or killed ends as it should have."""
 
-import math
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -85,27 +80,3 @@ def test_other_settings_are_refused_by_name(capsys: pytest.CaptureFixture[str], 
     assert main([*RUN, *where, "--epochs", "1"]) == 0
     assert main([*RUN, *where, "--resume", "--noise-multiplier", "2"]) == 2
     assert "noise_multiplier is 1.0 in it and 2.0 here" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1])
-def test_a_killed_run_goes_on_and_forgets_nothing(
-    seconds: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    command = [sys.executable, "-m", "ghostclip", *RUN, "--epochs", "400", "--checkpoint", str(folder), "--every", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (folder / "manifest.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(seconds)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    done = steps_at(folder)
-    # It is over when it was killed after the end of the second epoch; then nothing is left to do.
-    epochs = max(2, math.ceil(done / 3) + 1)
-    run = trained(capsys, "--checkpoint", folder, "--resume", "--epochs", epochs)
-    assert run["steps"] == 3 * epochs
-    charged = sum(event.count for event in Ledger(f"{folder}.ledger").events)
-    assert charged >= 3 * epochs
-    assert run["epsilons"]["PLD"] == spent(charged)

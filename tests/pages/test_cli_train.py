@@ -1,9 +1,7 @@
 """`ghostclip train`: every method and data format end to end, and what is charged."""
 
-import errno
 import json
 import math
-import re
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from data_files import digits, write_adult, write_cifar, write_images, write_imd
 
 import ghostclip
 from ghostclip import accounting
-from ghostclip.cli import main, summary, train
+from ghostclip.cli import main, train
 from ghostclip.cli.methods import METHODS, Settings
 from ghostclip.cli.training import build
 from ghostclip.cli.training import train as train_once
@@ -85,22 +83,6 @@ def test_target_is_met_and_reported(capsys, monkeypatch, tmp_path):
     assert len(found["not_private"]["norms"]["norms"]) == found["settings"]["training examples"] == 1437
 
 
-@pytest.mark.slow
-def test_comparison_trains_lower_targets_and_without_privacy(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(summary, "SPEED_SECONDS", 0.0)
-    monkeypatch.setattr(train, "MARKS", 1)
-    arguments = ["--model", "mlp", "--epochs", "1", "--epsilon", "2", "--report", str(tmp_path)]
-    assert main(["train", *arguments]) == 0
-    shown = capsys.readouterr()
-    names = [line.split("  ")[0] for line in shown.out.splitlines() if line.startswith(("private", "non-private"))]
-    assert names == ["private, epsilon 2", "private, epsilon 1", "non-private"]
-    assert re.search(r"nxbp, the naive loop +[\d,]+ +[\d.]+\n", shown.out)
-    assert "loss=" in shown.err
-    assert "epsilon=2.00" in shown.err
-    page = (tmp_path / "index.html").read_text()
-    assert all(name in page for name in (*names, "nxbp"))
-
-
 @pytest.mark.parametrize(
     ("text", "limit"), [("8GiB", 8 << 30), ("8.5 GB", 8_500_000_000), (str(8 << 30), 8 << 30), (None, None)]
 )
@@ -131,47 +113,6 @@ def test_memory_that_holds_no_example_is_told_in_one_line(capsys):
     last = shown.err.splitlines()[-1]
     assert last.startswith("ghostclip: the passes over one example don't fit")
     assert "memory_limit" in last
-
-
-@pytest.mark.slow
-def test_several_seeds_are_trained_and_calibrated_once(capsys, monkeypatch, tmp_path):
-    seeds = []
-
-    def taken(settings, *arguments):
-        seeds.append(settings.seed)
-        return train_once(settings, *arguments)
-
-    monkeypatch.setattr(train, "train", taken)
-    arguments = ["train", "--model", "mlp", "--epsilon", "2", "--batch-size", "300", "--epochs", "2", "--no-compare"]
-    arguments += ["--seed", "5", "--seeds", "3", "--report", str(tmp_path / "my report")]
-    assert main(arguments) == 0
-    shown, found = capsys.readouterr().out, json.loads((tmp_path / "my report" / "report.json").read_text())
-    assert seeds == [run["seed"] for run in found["runs"]] == [5, 6, 7]
-    assert {run["name"] for run in found["runs"]} == {"private, epsilon 2"}
-    assert list(found["not_private"]["losses"]) == [f"private, epsilon 2, seed {seed}" for seed in (5, 6, 7)]
-    assert [run["calibration_seconds"] > 0 for run in found["runs"]] == [True, False, False]
-    assert [len(run["accuracies"]) for run in found["runs"]] == [2, 2, 2]
-    assert all(run["accuracies"][-1] == run["accuracy"] for run in found["runs"])
-    accuracies = [run["accuracy"] for run in found["runs"]]
-    (line,) = (line for line in shown.splitlines() if line.startswith("private"))
-    cells = re.split(" {2,}", line)
-    assert cells[1:3] == [f"{sum(accuracies) / 3:.1%}", f"{min(accuracies):.1%} to {max(accuracies):.1%}"]
-    assert found["command"] == f"ghostclip {' '.join(arguments[:-1])} '{arguments[-1]}'"
-    assert found["versions"]["ghostclip"] == ghostclip.__version__
-
-
-@pytest.mark.slow
-def test_results_are_shown_where_the_report_cannot_be_written(capsys, monkeypatch, tmp_path):
-    def full(record, folder):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(train.report, "write", full)
-    arguments = ["--model", "mlp", "--noise-multiplier", "1", "--report", str(tmp_path), "--json", *QUICK]
-    assert main(["train", *arguments]) == 2
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["report"] is None
-    expected = "No space left on device; free some space there, or choose another folder"
-    assert shown.err.splitlines()[-1] == f"ghostclip: no report can be written to {tmp_path}: {expected}"
 
 
 def test_training_without_noise_is_not_called_private(capsys):

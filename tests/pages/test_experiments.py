@@ -55,19 +55,6 @@ def test_kernels_are_timed_beside_their_twins(tmp_path):
     assert "| noise | `native/normal.c` |" in page
 
 
-def test_every_c_function_that_python_calls_is_timed():
-    module = script("kernels")
-    folder = ROOT / "ghostclip" / "native"
-    assert {kernel.file for kernel in module.KERNELS} | set(module.OTHERS) == {path.stem for path in folder.glob("*.c")}
-    timed = {name for kernel in module.KERNELS for name in kernel.functions}
-    helpers = {"padded", "pack", "pack_gates", "ghostclip_lanes"}
-    for file in {kernel.file for kernel in module.KERNELS}:
-        text = (folder / f"{file}.c").read_text()
-        exported = set(re.findall(r"^(?:int|void|long|u?int64_t) (?:NAME\()?(\w+)\)?\(", text, re.MULTILINE))
-        assert exported
-        assert exported <= timed | helpers
-
-
 def test_mixing_is_seen_and_the_alarm_is_quiet(tmp_path, monkeypatch):
     module, name = script("ownership"), "minus the mean over the batch"
     monkeypatch.setattr(module, "KINDS", {name: module.KINDS[name]})

@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional as F
 
 from ghostclip import GhostClipper, models
-from ghostclip.models.networks import positional_encoding
 
 IMAGE = (1, 28, 28)
 CASES = {
@@ -41,26 +40,11 @@ def test_size_and_output_shape(name):
     assert model(inputs_for(name, 3)).shape == (3, 2)
 
 
-def test_recurrent_networks_read_rows_of_every_channel():
-    model = models.build("lstm", (3, 5, 4), 2)
-    images = torch.rand(2, 3, 5, 4)
-    rows = torch.stack([images[:, :, row].flatten(1) for row in range(5)], dim=1)
-    expected = model.output(model.recurrent(rows)[0][:, -1])
-    torch.testing.assert_close(model(images), expected)
-
-
 def test_transformer_ignores_padding():
     model = models.build("transformer", (12,), 2, vocabulary=50)
     tokens = inputs_for("transformer", 1)
     assert (tokens[0, 3:] == 0).all()
     torch.testing.assert_close(model(tokens), model(tokens[:, :3]))
-
-
-def test_positional_encoding_is_the_published_one():
-    encoding = positional_encoding(3, 200)
-    assert encoding[0].tolist() == [0.0, 1.0] * 100
-    angle = torch.tensor(2 / 10_000 ** (6 / 200))
-    torch.testing.assert_close(encoding[2, 6:8], torch.stack([angle.sin(), angle.cos()]))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,8 @@
 """Accuracies at equal epsilon: every training's noise is the engine's own calibration; outcomes follow from data."""
 
-import copy
-import json
-
 import pytest
 from torch.utils.data import Subset
 
-from experiments.papers import accuracy, skewed
 from experiments.papers.paired import Hypothesis, Interval, interval
 from experiments.papers.training import Setting, engine_for, losses_of
 from ghostclip import datasets
@@ -55,30 +51,3 @@ def test_outcomes_follow_from_the_interval(claim, low, high, expected):
 def test_the_interval_is_student_s():
     assert interval([0.0, 1.0, 2.0]) == pytest.approx((1.0, 1 - 4.30265 / 3**0.5, 1 + 4.30265 / 3**0.5), rel=1e-5)
     assert interval([0.5, 0.5]) == (0.5, 0.5, 0.5)
-
-
-def test_the_pages_are_those_of_the_results(tmp_path):
-    for module in (accuracy, skewed):
-        name = module.__name__.rpartition(".")[2]
-        results = json.loads((module.RESULTS / f"{name}.json").read_text())
-        module.write(results, tmp_path)
-        assert (tmp_path / f"{name}.md").read_text() == (module.RESULTS / f"{name}.md").read_text()
-        rows = results["methods"].values()
-        assert {len(row.get("accuracies", row.get("rare"))) for row in rows} == {20}
-
-
-@pytest.mark.parametrize("module", [accuracy, skewed])
-@pytest.mark.slow
-def test_the_scripts_run(module, tmp_path, monkeypatch):
-    small = copy.copy(datasets.digits())
-    monkeypatch.setattr(module.datasets, "load", lambda *_: small)
-    monkeypatch.setattr(module, "METHODS", dict(list(module.METHODS.items())))
-    monkeypatch.setattr(module, "RATES", (0.1,))
-    if module is accuracy:
-        monkeypatch.setattr(module, "NORMS", (1.0,))
-        monkeypatch.setattr(module, "QUANTILES", (0.5,))
-    words = ["--seeds", "2", "--tuning-seeds", "1", "--epochs", "1", "--out", str(tmp_path)]
-    assert module.main(words) == 0
-    name = module.__name__.rpartition(".")[2]
-    assert "supported" in (tmp_path / f"{name}.md").read_text()
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

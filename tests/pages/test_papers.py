@@ -72,15 +72,9 @@ def test_the_list_of_claims_has_every_script_and_what_came_of_it():
 
 
 TINY = ["--seconds", "0.05"]
-FIGURES = [
-    "architectures",
-    "batch",
-    "depth",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("images", "large")),
-]
 
 
-@pytest.mark.parametrize("figure", FIGURES)
+@pytest.mark.parametrize("figure", ["architectures", "batch", "depth", "images", "large"])
 @pytest.mark.slow
 def test_a_figure_of_lee_and_kifer_is_timed_and_written(figure, tmp_path):
     results, page = ran(f"lee_kifer_{figure}", [*TINY, "--first", "1"], tmp_path)
@@ -114,23 +108,3 @@ def test_the_largest_batch_is_found_to_within_five_percent(most, start, fixed):
     found = script("memory").largest_batch(need, fixed + 10 * most + 9, start)
     assert most / 1.05 - 1 < found <= most
     assert len(asked) == len(set(asked)) < 8
-
-
-def test_subramani_s_tables_are_written_of_what_was_timed(tmp_path, monkeypatch):
-    module = script("subramani")
-    monkeypatch.setattr(module, "CONTENDERS", ("nonprivate", "reweight", "cached", "jax"))
-    monkeypatch.setattr(module, "PARTS", {"neither": None, "JIT": None, "VMAP": None, "both": None})
-    monkeypatch.setattr(module, "TABLE_2", {"CNN": module.TABLE_2["CNN"]})
-    results, page = ran("subramani", [*TINY, "--networks", "FCNN", "--memory"], tmp_path)
-    assert results["settings"]["FCNN"]["contenders"]["cached"]["correct"]
-    assert "| FCNN | 128 | 0.21 | 0.77 | 0.55 | 0.38 |" in page
-    assert "| published: Opacus, of PyTorch | 1,920 (17.9%) | 10 (0.1%) |" in page
-
-
-def test_opacus_s_figure_is_written_of_what_was_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    results, page = ran("opacus_figure", [*TINY, "--networks", "MNIST CNN", "--sizes", "4"], tmp_path)
-    assert results["settings"]["MNIST CNN, 4"]["contenders"]["reweight"]["correct"]
-    assert "opacus-hooks: opacus is not installed" in page
-    assert "the fastest is" not in page
-    assert "fastest: opacus-hooks on 0, opacus-ghost on 0, jax on 0, nxbp on 1 of 1 settings" in page

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_bench import TINY, unable
+from tiny_bench import TINY
 
-from ghostclip.bench import BASELINE, CONTENDERS, WORKLOADS, Contender, line_up, methods
+from ghostclip.bench import BASELINE, CONTENDERS, line_up, methods
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = {"opacus-ghost": "opacus", "fastdp": "fastDP", "jax": "jax"}
@@ -47,11 +47,3 @@ def test_every_library_that_is_there_passes_the_gate(main):
     assert "vmap" in found.errors
     assert all(error < 1e-5 for error in found.errors.values())
     assert all(set(why) == {"missing"} for why in found.absent.values())
-
-
-def test_what_a_library_can_not_do_is_no_failure_of_ours(main, monkeypatch, capsys):
-    monkeypatch.setitem(WORKLOADS, "tiny", TINY)
-    monkeypatch.setattr("experiments.peers.CONTENDERS", (Contender("library", "", unable),))
-    words = ["--workloads", "tiny", "--seconds", "0.01", "--contenders", "library"]
-    assert main(words) == 0
-    assert "tiny, library missing: no such layer here" in capsys.readouterr().out

@@ -74,22 +74,6 @@ def test_once_for_each_physical_batch(second_pass):
     assert waited(engine, losses, first_steps.STEPS + 2)[-1] == 2
 
 
-@every_pass
-def test_a_loop_in_the_user_s_hands_waits_no_more(second_pass):
-    engine, losses = engine_on("mlp", clipping=1.0, second_pass=second_pass)
-    found = []
-    for _ in range(3):
-        for batch in engine.batches():
-            waits()
-            for examples in batch.physical():
-                engine.backward(losses(engine.model, examples))
-            assert all(p.grad.is_cuda for p in engine.model.parameters())
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-            found.append(waits())
-    assert found[-1] == 1
-
-
 @pytest.mark.parametrize("noise", ["standard", "hardened", "test"])
 def test_a_run_is_saved_and_goes_on(noise, tmp_path):
     options = {"clipping": 1.0, "noise": noise, "seed": 7 if noise == "test" else None}
