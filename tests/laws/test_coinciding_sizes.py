@@ -25,9 +25,19 @@ PARTS = [
 SIZES = [(4, [4, 3, 2]), (4, [3, 2, 8]), (8, [6, 8]), (8, [8, 4, 5]), (8, [2]), (8, [1, 4]), (4, [8, 4])]
 
 
+# How the last example is spoilt, of which [B, T, 3] and factors of losses [B] are given.
+SPOILT: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "loss": lambda x, factors: factors[-1].fill_(torch.nan),
+    "input": lambda x, factors: x[-1].fill_(torch.inf),
+    "entry": lambda x, factors: x[-1, -1, 0].fill_(torch.nan),
+}
+
+
 def network(name: str, length: int) -> nn.Module:
+    """Its outputs are losses."""
     torch.manual_seed(2)
-    return ghostclip.wrap(nn.Sequential(nn.Linear(3, WIDTH), Part(name, {"T": length, "d": WIDTH})).double())
+    layers = nn.Sequential(nn.Linear(3, WIDTH), Part(name, {"T": length, "d": WIDTH}))
+    return ghostclip.wrap(Wired(lambda m, x: m.layers(x).square().sum((1, 2)), layers=layers).double())
 
 
 def assert_clipped(model: nn.Module, x: Tensor) -> None:
@@ -36,92 +46,30 @@ def assert_clipped(model: nn.Module, x: Tensor) -> None:
     assert_dicts_close(gradients(model), wanted, 1e-9)
 
 
-def losses_of(factors: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda out: out.square().sum((1, 2)) * factors[: len(out)]
-
-
-def expected(model: nn.Module, x: Tensor, factors: Tensor, without: int | None = None) -> dict[str, Tensor]:
-    others = [i for i in range(len(x)) if i != without]
-    each: list[dict[str, Tensor]] = []
-    for i in others:
-        each.append(oracle.per_example_grads(model, losses_of(factors[i : i + 1]), (x[i : i + 1],)))
-    return oracle.clipped_sum({name: torch.cat([one[name] for one in each]) for name in each[0]}, MAX_NORM)
-
-
 @pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("spoilt", [None, "loss", "input", "entry", "denormal"])
-@pytest.mark.one_in(12)
-def test_all_sizes_train_and_one_example_changes_nothing_else(name: str, spoilt: str | None, second_pass: str) -> None:
-    for turn, (length, sizes) in enumerate(SIZES):
-        if (turn % 2 == 0) == (second_pass == "cached") and spoilt is not None:
-            continue
-        for when in [(turn // 2) % len(sizes)] if spoilt is not None else [None]:
-            model = network(name, length)
-            clipper = GhostClipper(model, MAX_NORM, second_pass=second_pass)
-            for number, examples in enumerate([*sizes, sizes[0]]):
-                x = torch.randn(examples, length, 3, dtype=torch.float64)
-                factors = torch.rand(examples, dtype=torch.float64) + 0.5
-                bad = examples // 2 if number == when else None
-                if bad is not None:
-                    change(x, factors, bad, str(spoilt))
-                model.zero_grad()
-                result = clipper.backward(losses_of(factors)(model(x)))
-                left_out = bad if spoilt != "denormal" else None
-                assert result.norms.isfinite().sum() == examples - (left_out is not None)
-                wanted = {} if left_out is not None and examples == 1 else expected(model, x, factors, left_out)
-                found = gradients(model)
-                assert_dicts_close({key: found[key] for key in wanted}, wanted, 1e-9)
-
-
-def change(x: Tensor, factors: Tensor, example: int, how: str) -> None:
-    if how == "loss":
-        factors[example] = torch.nan
-    elif how == "input":
-        x[example] = torch.inf
-    elif how == "entry":
-        x[example, -1, 0] = torch.nan
-    else:
-        factors[example] = 5e-322
-
-
-def concatenated(m: Any, x: Tensor) -> Tensor:
-    places = m.place(torch.arange(x.shape[1]))
-    return m.head(torch.tanh(torch.cat([m.body(x), places.expand(len(x), -1, -1)], 1))).square().sum((1, 2))
-
-
-def added_to_inputs(m: Any, x: Tensor) -> Tensor:
-    return m.head(torch.tanh(x + m.place(torch.arange(x.shape[1])))).square().sum((1, 2))
-
-
-@pytest.mark.parametrize("spoilt", [None, 1])
-@pytest.mark.parametrize("wiring", [concatenated, added_to_inputs])
-def test_a_shape_that_another_size_had_too_is_no_batch(wiring: Any, spoilt: int | None) -> None:
-    for sizes in ((3, 4), (3, 2, 4), (5, 2)):
-        torch.manual_seed(1)
-        parts = {"body": nn.Linear(5, 5), "place": nn.Embedding(9, 5), "head": nn.Linear(5, 1)}
-        model = ghostclip.wrap(Wired(wiring, **parts).double())
-        clipper = GhostClipper(model, MAX_NORM)
-        for number, examples in enumerate(sizes):
-            x = torch.randn(examples, 4, 5, dtype=torch.float64)
-            if spoilt is not None and number:
-                x[spoilt] = torch.nan
-            model.zero_grad()
-            clipper.backward(model(x))
-            others = x[[i for i in range(examples) if i != spoilt or not number]]
-            assert_clipped(model, others)
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
+@pytest.mark.parametrize(("length", "sizes"), SIZES)
+@pytest.mark.one_in(24)
+def test_all_sizes_train_and_one_example_changes_nothing_else(length, sizes, spoil, name, second_pass) -> None:
+    """The batch with the spoilt example is the second one."""
+    model = network(name, length)
+    clipper = GhostClipper(model, MAX_NORM, second_pass=second_pass)
+    for number, examples in enumerate([sizes[0], 4, *sizes]):
+        x, factors = torch.randn(examples, length, 3, dtype=torch.float64), torch.ones(examples, dtype=torch.float64)
+        fine = x.clone()
+        if number == 1:
+            spoil(x, factors)
+            fine = fine[:-1]
+        model.zero_grad()
+        clipper.backward(model(x) * factors)
+        assert_clipped(model, fine)
 
 
 PAIRS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "expand": lambda h, count: h[:, None].expand(-1, count, -1),
-    "repeat": lambda h, count: h[:, None].repeat(1, count, 1),
     "product": lambda h, count: h[:, None] * torch.ones(1, count, 1, dtype=h.dtype, requires_grad=True).tanh(),
-    "stack": lambda h, count: torch.stack([h] * count, 1),
-    "cat": lambda h, count: torch.cat([h[:, None]] * count, 1),
     "index": lambda h, count: h[torch.arange(len(h))[:, None].expand(-1, count)],
-    "ones": lambda h, count: torch.ones(len(h), count, 1, dtype=h.dtype) @ h[:, None],
-    "interpolate": lambda h, count: nn.functional.interpolate(h[:, :, None], size=count).transpose(1, 2),
-    "pad": lambda h, count: nn.functional.pad(h[:, :, None], (0, count - 1), mode="replicate").transpose(1, 2),
 }
 
 
@@ -134,21 +82,8 @@ def tokens_of_pairs(how: str) -> Callable[[Any, Tensor, Tensor], Tensor]:
     return wiring
 
 
-def scores(m: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    """Against the other examples' keys, which get no gradient, and with a number for each other example's token."""
-    keys = m.body(x).mean(1).detach()
-    return (m.body(x).mean(1) @ keys.T + m.token(tokens)[:, 0]).logsumexp(1)
-
-
-def classes(m: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    """As many classes as examples."""
-    return (m.body(x)[:, 0, : len(x)] + m.token(tokens)[:, 0]).logsumexp(1)
-
-
 @pytest.mark.parametrize("positions", [1, 3])
-@pytest.mark.parametrize(
-    "wiring", [*(tokens_of_pairs(how) for how in PAIRS), scores, classes], ids=[*PAIRS, "scores", "classes"]
-)
+@pytest.mark.parametrize("wiring", [tokens_of_pairs(how) for how in PAIRS], ids=PAIRS)
 def test_pairs_of_examples_are_no_positions(wiring: Any, positions: int) -> None:
     for examples in (2, 4, 7):
         torch.manual_seed(3)
@@ -196,20 +131,10 @@ def places_made_in_forward(m: Any, x: Tensor) -> Tensor:
     return (m.body(x) * (table @ m.bare)).sum((1, 2))
 
 
-def filled_in_forward(m: Any, x: Tensor) -> Tensor:
-    """A weight that is put into zeros, as orthogonal fine-tuning does."""
-    weight = torch.zeros(8, 8, dtype=x.dtype)
-    weight[:, m.columns] = m.bare.view(8, 3)
-    return (m.body(x).transpose(1, 2) @ weight).square().sum((1, 2))
-
-
 @pytest.mark.parametrize("examples", [2, 4, 8])
-@pytest.mark.parametrize(("wiring", "shape"), [(places_made_in_forward, (5, 5)), (filled_in_forward, (24,))])
-def test_clip_tells_what_a_forward_makes_from_a_batch_that_is_as_long(wiring: Any, shape: Any, examples: int) -> None:
+def test_clip_tells_what_a_forward_makes_from_a_batch_that_is_as_long(examples: int) -> None:
     torch.manual_seed(1)
-    model = Wired(wiring, body=nn.Linear(5, 5)).double()
-    model.bare = nn.Parameter(torch.randn(*shape, dtype=torch.float64))
-    model.columns = torch.tensor([0, 3, 6])
+    model = with_parameters(places_made_in_forward, {"bare": (5, 5)}, body=nn.Linear(5, 5)).double()
     clipper, x = GhostClipper(ghostclip.wrap(model), MAX_NORM), torch.randn(examples, 8, 5, dtype=torch.float64)
     for part in (x, x[: examples // 2], x[:1]):
         model.zero_grad()
@@ -237,48 +162,6 @@ def test_what_mixes_is_refused_by_clip_and_leaves_no_trace() -> None:
         assert torch.equal(torch.rand(2), following)
         torch.manual_seed(3)
     assert int(model.steps) == 3
-
-
-@pytest.mark.parametrize("examples", [2, 4, 8])
-@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
-def test_an_example_that_is_not_finite_spoils_no_table_that_is_not_known_for_one(
-    examples: int, second_pass: str
-) -> None:
-    """The graph doesn't tell it from examples' own rows, all of which have NaN: it counts as shared, which is exact."""
-
-    def wiring(m: Any, x: Tensor) -> Tensor:
-        h = m.body(x)
-        h[:, 0] = m.other(h[:, 0].clone())
-        places = torch.arange(x.shape[1])
-        bias = m.place((places[:, None] - places).abs())[..., 0]
-        return ((h @ h.mT + bias).softmax(-1) @ h).square().sum((1, 2))
-
-    for bad in range(examples):
-        torch.manual_seed(1)
-        parts = {"body": nn.Linear(5, 5), "other": nn.Linear(5, 5), "place": nn.Embedding(9, 5)}
-        model = ghostclip.wrap(Wired(wiring, **parts).double())
-        x = torch.randn(examples, 8, 5, dtype=torch.float64)
-        x[bad, 3] = torch.nan
-        result = GhostClipper(model, MAX_NORM, second_pass=second_pass).backward(model(x))
-        others = x[[i for i in range(examples) if i != bad]]
-        assert_clipped(model, others)
-        assert (result.weights == 0).tolist() == [i == bad for i in range(examples)]
-
-
-@pytest.mark.parametrize("bad", [0, 2])
-def test_a_layer_of_which_nothing_is_left_is_no_table(bad: int) -> None:
-    """One position, in whose place a prompt comes: no gradient reaches the layer but 0 * NaN of one example."""
-
-    def wiring(m: Any, x: Tensor) -> Tensor:
-        h = torch.tanh(m.body(x))
-        return m.head(torch.cat([m.prompt.repeat(len(x), 1, 1), h[:, 1:]], 1)).square().sum((1, 2))
-
-    torch.manual_seed(1)
-    model = with_parameters(wiring, {"prompt": (1, 1, 5)}, body=nn.Linear(5, 5), head=nn.Linear(5, 2)).double()
-    clipper, x = GhostClipper(ghostclip.wrap(model), MAX_NORM), torch.randn(4, 1, 5, dtype=torch.float64)
-    x[bad] = torch.nan
-    result = clipper.backward(model(x))
-    assert (result.weights > 0).tolist() == [i != bad for i in range(4)]
 
 
 def last_of_table(m, x):
@@ -317,15 +200,3 @@ def test_a_large_example_does_not_own_the_row_that_all_others_use(wiring, exampl
         losses(plain, x[part].double(), factors[part].double()).sum().backward()
         norms.append(sum(p.grad.square().sum() for p in plain.parameters() if p.grad is not None).sqrt())
     torch.testing.assert_close(result.norms.double(), torch.stack(norms), rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_a_saturated_example_makes_no_table_of_a_layer(dtype):
-    """Its gradient is exactly zero below tanh, and its input isn't finite; the other example alone shows rows."""
-    torch.manual_seed(8)
-    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
-    x = torch.randn(2, 5).to(dtype)
-    x[0, 4] = -torch.inf
-    result = ghostclip.GhostClipper(model, 1.0).backward(model(x).square().sum(1))
-    assert bool(result.norms[1].isfinite())
-    assert float(result.weights[1]) > 0.0

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from law_checks import assert_letters, letters, truth
-from mixing_programs import GATED, GATES, HOOKS, MIXTURES, NETWORKS, NEVER, TOO_WEAK, WEAK, WHOLE, between, hooked
+from mixing_programs import GATED, GATES, HOOKS, MIXTURES, NETWORKS, NEVER, WEAK, WHOLE, between, hooked
 from random_mixing import mixed_program
 
 from ghostclip.graph import marks
@@ -29,8 +29,9 @@ def test_activations(mixture, network):
 
 
 @every_mixture
-def test_activations_in_float64(mixture):
-    assert_letters(between(mixture, "perceptron", MIXTURES[mixture]), torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_activations_of_other_types(mixture, dtype):
+    assert_letters(between(mixture, "perceptron", MIXTURES[mixture]), dtype)
 
 
 @every_network
@@ -41,11 +42,6 @@ def test_a_millionth_of_the_mean_is_mostly_seen(network, monkeypatch):
     truths = functools.cache(lambda number: truth(program, number, torch.float32))
     found = [letter for _ in range(10) for letter in letters(program, range(2), torch.float32, "cached", truths)]
     assert found.count("R") >= 19
-
-
-@pytest.mark.parametrize("mixture", [name for name in MIXTURES if name not in TOO_WEAK], ids=underscored)
-def test_activations_in_bfloat16(mixture):
-    assert_letters(between(mixture, "perceptron", MIXTURES[mixture]), torch.bfloat16)
 
 
 @every_hook

@@ -21,34 +21,27 @@ def expected(program, number):
     return truth(program, number, torch.float64)
 
 
-def gated(program):
+def gated(own, gate):
     """One graph for all batches; losses are added to their neighbours' where a gate is open."""
+    return own + gate * own.roll(1, 0)
 
-    def losses(model, *values):
-        own = program.losses(model, *values[:-1])
-        return own + values[-1] * own.roll(1, 0)
+
+def branching(own, gate):
+    """The same by another branch of the program, and so by another graph."""
+    return own + own.roll(1, 0) if gate else own
+
+
+def spoilt(program, spoil):
+    """The program with twice its batches, of which the second half is spoilt."""
+    index = program.index and (lambda *values: program.index(*values[:-1]))
 
     def batch(number):
         return *program.batch(number % BATCHES), torch.tensor(float(number >= BATCHES))
 
-    return replace(program, batch=batch, losses=losses, index=without_last(program.index))
-
-
-def branching(program):
-    """The same by another branch of the program, and so by another graph."""
-
     def losses(model, *values):
-        own = program.losses(model, *values[:-1])
-        return own + own.roll(1, 0) if values[-1] else own
+        return spoil(program.losses(model, *values[:-1]), values[-1])
 
-    def batch(number):
-        return *program.batch(number % BATCHES), number >= BATCHES
-
-    return replace(program, batch=batch, losses=losses, index=without_last(program.index))
-
-
-def without_last(index):
-    return index and (lambda *values: index(*values[:-1]))
+    return replace(program, batch=batch, losses=losses, index=index)
 
 
 def assert_whatever_came_before(program, honest, order):
@@ -77,7 +70,7 @@ def test_any_order(program, seed):
 @pytest.mark.one_in(8)
 def test_refusals_in_between(program, spoil):
     numbers = [*range(BATCHES), *(BATCHES + number for number in SPOILT)]
-    assert_whatever_came_before(spoil(program), program, shuffled(numbers, 0))
+    assert_whatever_came_before(spoilt(program, spoil), program, shuffled(numbers, 0))
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)

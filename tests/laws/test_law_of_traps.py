@@ -4,7 +4,6 @@ import pytest
 import torch
 from hidden_programs import HIDDEN
 from law_checks import assert_letters
-from structure_programs import STRUCTURES
 from trap_programs import TRAPS
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -14,8 +13,3 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_traps(program, dtype):
     assert_letters(program, dtype)
-
-
-@pytest.mark.parametrize("program", STRUCTURES, ids=str)
-def test_numbers_that_nodes_save(program):
-    assert_letters(program)

@@ -8,26 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "By",
-    "Wired",
-    "attention",
-    "cnn",
-    "convolution",
-    "decoder",
-    "freeze",
-    "index_assignment",
-    "inplace_residual",
-    "masked_each",
-    "padded",
-    "recurrent",
-    "tie",
-    "tied_head",
-    "tied_linears",
-    "transformer",
-    "two_linears",
-]
-
 
 class Wired(torch.nn.Module):
     """Named parts and a forward given as a function: ``wiring(model, *inputs)``."""

@@ -24,14 +24,8 @@ def small_engine(dtype: torch.dtype = torch.float32, **changes: Any) -> PrivacyE
 
 def update_of(model: nn.Module, batch: list[list[Tensor]]) -> Tensor:
     """What a step over these physical batches adds to the parameters, by the loop over single examples."""
-    plain = ghostclip.unwrap(copy.deepcopy(model))
-    total = torch.zeros_like(runs.weights(plain))
-    for inputs, labels in batch:
-        for example in range(len(labels)):
-            plain.zero_grad()
-            runs.losses_of(plain, [inputs[example : example + 1], labels[example : example + 1]]).sum().backward()
-            total += runs.grads(plain) * min(1.0, NORM / float(runs.grads(plain).norm()))
-    return -RATE * total / 8
+    total = runs.clipped_sum(ghostclip.unwrap(copy.deepcopy(model)), batch, NORM)
+    return -RATE * torch.cat([each.flatten() for each in total]) / 8
 
 
 class Training:

@@ -45,11 +45,6 @@ def padded(rows: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
     return {"ids": ids, "mask": ids > 0, "lengths": lengths, "y": torch.tensor([y for _, y in rows])}
 
 
-def padded_on_the_left(rows: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    batch = padded([(text.flip(0), y) for text, y in rows])
-    return {**batch, "ids": batch["ids"].flip(1), "mask": batch["mask"].flip(1)}
-
-
 def by(forward: Callable[..., Tensor], **parts: nn.Module) -> Wired:
     return Wired(forward, emb=nn.Embedding(WORDS, 6), head=nn.Linear(6, CLASSES), **parts)
 
@@ -88,16 +83,6 @@ def token_losses_over(count: Callable[[dict[str, Any]], Any]) -> Callable[..., T
 # Padding to the longest text of the batch.
 
 
-def with_positions(m: Wired, batch: dict[str, Tensor]) -> Tensor:
-    places = m.positions(torch.arange(batch["ids"].shape[1]))
-    return m.head(masked_mean(m.emb(batch["ids"]) + places.expand(len(batch["ids"]), -1, -1), batch))
-
-
-def with_group_norm(m: Wired, batch: dict[str, Tensor]) -> Tensor:
-    hidden = m.norm(m.emb(batch["ids"]).transpose(1, 2)).transpose(1, 2)
-    return m.head(masked_mean(hidden.square(), batch))
-
-
 def with_attention(m: Wired, batch: dict[str, Tensor]) -> Tensor:
     return m.head(m.layer(m.emb(batch["ids"]), src_key_padding_mask=~batch["mask"])[:, 0])
 
@@ -116,10 +101,6 @@ MIXING |= {
         language_model, token_losses_over(lambda batch: batch["ids"].shape[1] - 1)
     ),
     "mean_pooling_without_a_mask": of_texts(lambda: by(lambda m, b: m.head(m.emb(b["ids"]).mean(1)))),
-    "positions_from_the_left_of_padding": of_texts(
-        lambda: by(with_positions, positions=nn.Embedding(300, 6)), collate=padded_on_the_left
-    ),
-    "group_norm_over_the_padding": of_texts(lambda: by(with_group_norm, norm=nn.GroupNorm(2, 6))),
     "fourier_transform_over_the_padding": of_texts(
         lambda: by(lambda m, b: m.head(torch.fft.fft(m.emb(b["ids"]), dim=1).real[:, 1].square()))
     ),
@@ -168,14 +149,10 @@ def of_features(
     return lambda: (network(), loader(data(), collate), plain, {})
 
 
-def mixed(order: Callable[[Tensor], Tensor]) -> Callable[[list[Any]], Any]:
-    """MixUp of each example with the one at its place in another order."""
-
-    def collate(rows: list[Any]) -> Any:
-        x, y = default_collate(rows)
-        return 0.7 * x + 0.3 * x[order(x)], y
-
-    return collate
+def mixup(rows: list[Any]) -> Any:
+    """Each example with another one."""
+    x, y = default_collate(rows)
+    return 0.7 * x + 0.3 * x[torch.randperm(len(x))], y
 
 
 class Transformed(torch.utils.data.Dataset[Any]):
@@ -222,13 +199,11 @@ class Drawing(Augmented):
 
 
 MIXING |= {
-    "mixup": of_features(features, mixed(lambda x: torch.arange(len(x)).flip(0))),
-    "mixup_at_random": of_features(features, mixed(lambda x: torch.randperm(len(x)))),
+    "mixup": of_features(features, mixup),
     "centred_where_the_data_set_reads_several": of_features(Transformed),
 }
 HONEST |= {
     "augmented_at_random": of_features(Augmented),
-    "augmented_in_a_subset": of_features(lambda: torch.utils.data.Subset(Augmented(), range(1, 60))),
     "augmented_by_a_generator_of_its_own": of_features(Drawing),
 }
 
@@ -256,20 +231,12 @@ STRUCTURES: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any], tuple[An
         lambda b: (b.x, b.y),
     ),
     "a dataclass": (lambda rows: Pair(*default_collate(rows)), lambda b: (b.x, b.y)),
-    "strings beside tensors": (
-        lambda rows: {"x": default_collate(rows)[0], "y": default_collate(rows)[1], "names": ["a"] * len(rows)},
-        lambda b: (b["x"], b["y"]),
-    ),
     "strings": (
         lambda rows: [",".join(map(str, [*x.tolist(), y])) for x, y in rows],
         lambda b: (
             torch.tensor([[float(n) for n in row.split(",")[:-1]] for row in b]),
             torch.tensor([int(row.split(",")[-1]) for row in b]),
         ),
-    ),
-    "nested, strided": (
-        lambda rows: (torch.nested.nested_tensor([x for x, _ in rows]), torch.tensor([y for _, y in rows])),
-        lambda b: (b[0].to_padded_tensor(0.0), b[1]),
     ),
     "nested, jagged": (
         lambda rows: (

@@ -12,21 +12,6 @@ from torch import Tensor
 
 import ghostclip
 
-__all__ = [
-    "TOLERANCE",
-    "assert_close",
-    "assert_compiled_exact",
-    "assert_dicts_close",
-    "assert_exact",
-    "assert_exact_by_losses",
-    "batch",
-    "exact_or_refused",
-    "gradients",
-    "ready",
-    "truth",
-    "typical_norm",
-]
-
 # The relative errors the project promises.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 

@@ -51,42 +51,22 @@ class Rounded(nn.Module):
         return weight + (weight.round() - weight).detach()
 
 
-class RoundedByFunction(nn.Module):
-    """One by a Function of its own."""
-
-    class Round(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, weight):
-            return weight.round()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * grad
-
-    def forward(self, weight):
-        return self.Round.apply(weight)
-
-
 class Masked(nn.Module):
-    """A mask of one entry for each of the weight's, or for each column."""
+    """A mask of one entry for each column."""
 
-    def __init__(self, *shape):
+    def __init__(self):
         super().__init__()
-        self.register_buffer("mask", torch.linspace(0, 1, 40).view(8, 5)[: shape[0]])
+        self.register_buffer("mask", torch.linspace(0, 1, 5))
 
     def forward(self, weight):
         return weight * self.mask
 
 
 class Divided(nn.Module):
-    """Over its largest row's length, of the weight itself or of a curve of it."""
-
-    def __init__(self, change=lambda weight: weight):
-        super().__init__()
-        self.change = change
+    """A curve of it over its largest row's length."""
 
     def forward(self, weight):
-        return self.change(weight) / weight.square().sum(1).sqrt().amax()
+        return torch.exp(weight) / weight.square().sum(1).sqrt().amax()
 
 
 class LowRank(nn.Module):
@@ -98,17 +78,6 @@ class LowRank(nn.Module):
 
     def forward(self, weight):
         return weight + self.up @ self.down
-
-
-class ByLayer(nn.Module):
-    """A layer computes it, which is followed through the graph."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-
-    def forward(self, weight):
-        return self.layer(weight)
 
 
 def checkpointed(m, x):
@@ -131,10 +100,8 @@ def parametrized(layer, parametrization, name="weight"):
     return layer
 
 
-def pruned(layer, *names):
-    for name in names or ("weight",):
-        prune.random_unstructured(layer, name, 0.5)
-    return layer
+def pruned(layer):
+    return prune.random_unstructured(layer, "weight", 0.5)
 
 
 def low_rank():
@@ -149,41 +116,25 @@ def convolution(change, **options):
 
 LINEAR = {
     "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(5, 8)),
-    "weight_norm by hooks": lambda: nn.utils.weight_norm(nn.Linear(5, 8)),
-    "weight_norm of columns": lambda: parametrizations.weight_norm(nn.Linear(5, 8), dim=1),
     "weight_norm of the whole": lambda: parametrizations.weight_norm(nn.Linear(5, 8), dim=None),
     "weight_norm of both": lambda: parametrizations.weight_norm(parametrizations.weight_norm(nn.Linear(5, 8)), "bias"),
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(5, 8)),
-    "spectral_norm of columns": lambda: parametrizations.spectral_norm(nn.Linear(5, 8), dim=1, n_power_iterations=3),
-    "spectral_norm by hooks": lambda: nn.utils.spectral_norm(nn.Linear(5, 8)),
-    "spectral_norm of both": lambda: parametrizations.spectral_norm(parametrizations.spectral_norm(nn.Linear(5, 8))),
-    "spectral_norm, called twice": lambda: nn.Sequential(
-        Twice(parametrizations.spectral_norm(nn.Linear(5, 5))), nn.Linear(5, 8)
-    ),
-    "quotient": lambda: parametrized(nn.Linear(5, 8), Divided()),
-    "quotient of a curve": lambda: parametrized(nn.Linear(5, 8), Divided(torch.exp)),
-    "masked columns": lambda: parametrized(nn.Linear(5, 8), Masked(1)),
-    "masked after a curve": lambda: parametrized(parametrized(nn.Linear(5, 8), Curved()), Masked(8)),
+    "quotient of a curve": lambda: parametrized(nn.Linear(5, 8), Divided()),
+    "masked columns": lambda: parametrized(nn.Linear(5, 8), Masked()),
+    "masked after a curve": lambda: parametrized(parametrized(nn.Linear(5, 8), Curved()), Masked()),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(5, 8)),
     "pruned": lambda: pruned(nn.Linear(5, 8)),
-    "pruned, both": lambda: pruned(nn.Linear(5, 8), "weight", "bias"),
     "straight-through": lambda: parametrized(nn.Linear(5, 8), Rounded()),
-    "straight-through by a Function": lambda: parametrized(nn.Linear(5, 8), RoundedByFunction()),
     "entry by entry": lambda: parametrized(nn.Linear(5, 8), Curved()),
     "low rank": low_rank,
-    "two, one after the other": lambda: parametrized(parametrizations.weight_norm(nn.Linear(5, 8)), Curved()),
     "called twice": lambda: nn.Sequential(Twice(parametrizations.weight_norm(nn.Linear(5, 5))), nn.Linear(5, 8)),
-    "computed by a layer": lambda: parametrized(nn.Linear(5, 8), ByLayer()),
     "checkpointed": lambda: Wired(checkpointed, layer=parametrizations.weight_norm(nn.Linear(5, 8))),
-    "a normalization": lambda: nn.Sequential(parametrized(nn.LayerNorm(5), Curved()), nn.Linear(5, 8)),
 }
 POSITIONS = {
     "weight_norm of a convolution": lambda: convolution(parametrizations.weight_norm),
     "weight_norm in groups": lambda: convolution(parametrizations.weight_norm, groups=2),
     "spectral_norm of a convolution": lambda: convolution(parametrizations.spectral_norm),
-    "spectral_norm in groups": lambda: convolution(parametrizations.spectral_norm, groups=2),
     "pruned convolution": lambda: convolution(pruned),
-    "pruned in groups": lambda: convolution(pruned, groups=2),
     "straight-through convolution": lambda: convolution(lambda layer: parametrized(layer, Rounded())),
 }
 
@@ -213,21 +164,15 @@ def divided(m):
 # name: a function of x and the parameters v [8, 5], g [8, 1], without any layer
 FUNCTIONS = {
     "weight_norm": lambda m, x: F.linear(x, normalised(m)),
-    "weight_norm from the right": lambda m, x: x @ normalised(m).T,
     "weight_norm's transpose": lambda m, x: F.linear(x, normalised(m)) @ normalised(m),
     "one weight, twice": lambda m, x: (lambda weight: F.linear(torch.tanh(F.linear(x, weight)), weight.T))(
         normalised(m)
     ),
     "weight_norm scaled": lambda m, x: torch.addmm(m.q, x.flatten(0, -2), normalised(m).T, beta=0.5, alpha=2.0),
-    "weight_norm, bias scaled": lambda m, x: torch.addmm(m.q, x.flatten(0, -2), normalised(m).T, beta=0.5),
     "direction used again": lambda m, x: F.linear(x, normalised(m)) + F.linear(x, m.v),
-    "direction used twice": lambda m, x: F.linear(x, normalised(m)) + F.linear(x, divided(m)) * m.g.T,
     "quotient": lambda m, x: F.linear(x, divided(m)),
-    "quotient's transpose": lambda m, x: F.linear(F.linear(x, m.v), divided(m).T),
     "quotient by another": lambda m, x: F.linear(x, m.v / m.g.square().sum()),
     "quotient of a computed one": lambda m, x: F.linear(x, normalised(m) / m.v.square().sum().sqrt()),
-    "quotient, number on top": lambda m, x: F.linear(x, m.v.square().sum().sqrt() / m.v),
-    "masked rows": lambda m, x: F.linear(x, m.v * torch.arange(8.0, dtype=x.dtype).view(8, 1)),
     "masked by a parameter": lambda m, x: F.linear(x, m.v * m.g),
     "one entry by entry": lambda m, x: F.linear(x, m.v * m.v.detach().sign() + m.v.sin()),
     "cast": lambda m, x: F.linear(x.double(), torch.tanh(m.v).double()).to(x.dtype),
@@ -250,13 +195,10 @@ def function(name: str, frozen: str) -> nn.Module:
 # name: a function of x [B, 6, 5] and filters p [6, 4, 3] or p [4, 6, 3]
 FILTERS = {
     "plain": (lambda x, p: F.conv1d(x, p), (4, 6, 3)),
-    "strided, padded, dilated": (lambda x, p: F.conv1d(x, p, stride=2, padding=3, dilation=2), (4, 6, 3)),
     "in groups": (lambda x, p: F.conv1d(x, p, groups=2, padding=1), (4, 3, 3)),
     "transposed": (lambda x, p: F.conv_transpose1d(x, p, stride=2), (6, 4, 3)),
     "transposed, with positions of its own": (
         lambda x, p: F.conv_transpose1d(x, p, stride=1, dilation=3, output_padding=2), (6, 4, 3)),
-    "transposed in groups": (lambda x, p: F.conv_transpose1d(x, p, groups=3), (6, 2, 3)),
-    "two dimensions": (lambda x, p: F.conv2d(x.unsqueeze(1), p, padding=(0, 1)), (2, 1, 2, 3)),
     "twice": (lambda x, p: F.conv1d(torch.tanh(F.conv1d(x, p, padding=1)), p), (6, 6, 3)),
 }  # fmt: skip
 
@@ -295,10 +237,6 @@ def one_of_several(m: Skeleton, h: Tensor) -> Tensor:
     return functional_call(m.skeleton, {"weight": m.weights[1], "bias": m.down[0]}, (h,))
 
 
-def uncertain(m: Skeleton, h: Tensor) -> Tensor:
-    return functional_call(m.skeleton, {"weight": m.weights[0] + F.softplus(m.weights[1]) * 0.3}, (h,))
-
-
 def low_rank_added(m: Skeleton, h: Tensor) -> Tensor:
     return functional_call(m.skeleton, {"weight": m.skeleton.weight + m.up @ m.down}, (h,))
 
@@ -312,7 +250,7 @@ def adapted(m: Skeleton, h: Tensor) -> Tensor:
     return functional_call(m.skeleton, {k: w - 0.1 * g for (k, w), g in zip(own.items(), steps, strict=True)}, (h,))
 
 
-FORMS = {f.__name__: f for f in (scaled, one_of_several, uncertain, low_rank_added, adapted)}
+FORMS = {f.__name__: f for f in (scaled, one_of_several, low_rank_added, adapted)}
 
 
 def called(name: str) -> nn.Module:

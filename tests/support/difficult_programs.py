@@ -12,7 +12,6 @@ import torch
 from law_programs import Program
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 __all__ = ["BATCHES", "DIFFICULT", "EXAMPLES", "StackedGraphs", "graphs", "pooled_by_index"]
@@ -24,6 +23,10 @@ WIDTH, INSIDE, STATES, WORDS = 5, 6, 3, 9
 
 def vectors(number: int) -> tuple[Tensor]:
     return (torch.randn(EXAMPLES[number], WIDTH),)
+
+
+def in_any_order(number: int) -> tuple[Tensor, Tensor]:
+    return *vectors(number), torch.randperm(EXAMPLES[number])
 
 
 def sequences(number: int) -> tuple[Tensor]:
@@ -43,24 +46,6 @@ def last_losses(model: nn.Module, *inputs: Any) -> Tensor:
     return model(*inputs)
 
 
-class InputExperts(nn.Module):
-    """A router sends each row of the input to one expert; the experts read the input itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.head = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 2)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        weights, chosen = self.router(rows).softmax(-1).max(-1)
-        found = torch.zeros_like(rows)
-        for number, expert in enumerate(self.experts):
-            own = (chosen == number).nonzero()[:, 0]
-            found = found.index_add(0, own, expert(rows[own]) * weights[own, None])
-        return self.head(found.view_as(x).mean(1))
-
-
 def graphs(sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Nodes [R, WIDTH], a weighted adjacency [R, R] with no edge between graphs, and membership [B, R]."""
     owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
@@ -69,18 +54,8 @@ def graphs(sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 GRAPHS = ((3, 1, 4, 2), (4, 4, 4, 4), (1, 1, 1), (2, 6, 4), (5, 3), (1, 7, 4, 4), (3, 3, 3), (6, 2, 3, 5), (9,), (2, 2))
-SAME_NUMBER = (
-    (4, 4, 4),
-    (4, 4, 4),
-    (2, 6, 4),
-    (1, 5, 6),
-    (6, 3, 3),
-    (4, 4, 4),
-    (8, 2, 2),
-    (3, 4, 5),
-    (5, 5, 2),
-    (4, 4, 4),
-)
+EQUAL = (4, 4, 4)
+SAME_NUMBER = (EQUAL, EQUAL, (2, 6, 4), (1, 5, 6), (6, 3, 3), EQUAL, (8, 2, 2), (3, 4, 5), (5, 5, 2), EQUAL)
 
 
 class StackedGraphs(nn.Module):
@@ -122,38 +97,43 @@ class Positions(nn.Module):
         return self.head(torch.tanh(h).mean(1))
 
 
-class TimeFirst(nn.Module):
-    """Layers on [T, B, d]."""
+class Layers(nn.Module):
+    """Two layers and a normalization, put together by a function."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: Callable[..., Tensor]) -> None:
         super().__init__()
         self.first, self.norm, self.second = nn.Linear(WIDTH, INSIDE), nn.LayerNorm(INSIDE), nn.Linear(INSIDE, 2)
+        self.form = form
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.norm(self.first(x.transpose(0, 1))))).mean(0)
-
-
-class TimeFirstRecurrent(nn.Module):
-    """A recurrent layer and a head on [T, B, d]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(WIDTH, INSIDE), nn.Linear(INSIDE, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(x.transpose(0, 1))[0]).square().mean(0)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.form(self, *inputs)
 
 
-class FlattenedTimeFirst(nn.Module):
+def time_first(m: Layers, x: Tensor) -> Tensor:
+    return m.second(torch.tanh(m.norm(m.first(x.transpose(0, 1))))).mean(0)
+
+
+def flattened_time_first(m: Layers, x: Tensor) -> Tensor:
     """Layers on rows [T * B, d]."""
+    h = torch.tanh(m.first(x.transpose(0, 1).reshape(-1, WIDTH)))
+    return m.second(h).view(x.shape[1], len(x), 2).mean(0)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.first(x.transpose(0, 1).reshape(-1, WIDTH)))
-        return self.second(h).view(x.shape[1], len(x), 2).mean(0)
+def one_by_one(m: Layers, x: Tensor) -> Tensor:
+    """A loop over single examples, which share layers and a parameter outside of them."""
+    return torch.stack([m.second(torch.tanh(m.first(row)) * m.norm.weight) for row in x])
+
+
+def reordered(m: Layers, x: Tensor, order: Tensor, permute: Callable[..., Tensor] = torch.Tensor.__getitem__) -> Tensor:
+    """Layers on rows in another order, which is undone behind them."""
+    return permute(m.second(torch.tanh(m.first(permute(x, order)))), order.argsort())
+
+
+def masked(m: Layers, x: Tensor) -> Tensor:
+    """A head on some positions of all examples, picked by a mask and added up by example."""
+    mask = x[..., 0] > -0.5
+    rows = -m.second(m.first(x).tanh()[mask]).log_softmax(1)[:, 0]
+    return rows.new_zeros(len(x)).index_add(0, mask.nonzero()[:, 0], rows)
 
 
 def losses_flattened_time_first(model: nn.Module, ids: Tensor) -> Tensor:
@@ -164,19 +144,6 @@ def losses_flattened_time_first(model: nn.Module, ids: Tensor) -> Tensor:
 
 def next_words() -> nn.Module:
     return nn.Sequential(nn.Embedding(WORDS, INSIDE), nn.Linear(INSIDE, INSIDE), nn.Tanh(), nn.Linear(INSIDE, WORDS))
-
-
-class Reordered(nn.Module):
-    """A layer on rows in another order, which is undone behind it."""
-
-    def __init__(self, order: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.second, self.order = nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, 2), order
-
-    def forward(self, x: Tensor) -> Tensor:
-        order = self.order(x)
-        h = torch.tanh(self.first(x[order]))
-        return self.second(h)[order.argsort()]
 
 
 class PackedLayers(nn.Module):
@@ -213,41 +180,6 @@ class BareMatrices(nn.Module):
         return torch.softmax(h @ self.matrix.T, -1)[:, 0]
 
 
-def computed_weights() -> nn.Module:
-    """Weights that are computed from parameters, as wide as some of the batches."""
-    layers = [
-        parametrizations.weight_norm(nn.Linear(WIDTH, INSIDE)),
-        parametrizations.spectral_norm(nn.Linear(INSIDE, INSIDE)),
-        parametrizations.orthogonal(nn.Linear(INSIDE, INSIDE)),
-    ]
-    return nn.Sequential(*[part for layer in layers for part in (layer, nn.Tanh())], nn.Linear(INSIDE, 2)).eval()
-
-
-class Tied(nn.Module):
-    """One weight for words and for logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, INSIDE), nn.Linear(INSIDE, WORDS, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.words(ids)).mean(1))
-
-
-class OneByOne(nn.Module):
-    """A loop over single examples, each a vector or a batch of one, which share a bare parameter and layers."""
-
-    def __init__(self, batches_of_one: bool) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, 2)
-        self.bare, self.batches_of_one = nn.Parameter(torch.ones(INSIDE)), batches_of_one
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.split(1) if self.batches_of_one else x
-        return torch.stack([self.second(torch.tanh(self.first(row)) * self.bare) for row in rows])
-
-
 class HiddenMarkov(nn.Module):
     """Minus the log probability of each text; emissions are read outside of the loop and in it."""
 
@@ -265,47 +197,24 @@ class HiddenMarkov(nn.Module):
         return -alpha.logsumexp(1)
 
 
-class MaskedWords(nn.Module):
-    """A head on some positions of all examples, picked by a mask and added up by example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.below, self.head = nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = x[..., 0] > -0.5
-        rows = -self.head(self.below(x).tanh()[mask]).log_softmax(1)[:, 0]
-        return rows.new_zeros(len(x)).index_add(0, mask.nonzero()[:, 0], rows)
-
-
 def _graphs(name: str, pool: Callable[[Tensor, Tensor], Tensor], sizes: Sequence[Sequence[int]]) -> Program:
     return Program(name, lambda: StackedGraphs(pool), lambda number: graphs(sizes[number]))
 
 
-def _random_order(x: Tensor) -> Tensor:
-    return torch.randperm(len(x))
-
-
 DIFFICULT = (
-    Program("experts on the input", InputExperts, sequences),
     _graphs("graphs pooled by an index", pooled_by_index, GRAPHS),
     _graphs("graphs pooled by a matrix", pooled_by_matrix, GRAPHS),
     _graphs("graphs pooled by a mask", pooled_by_mask, GRAPHS),
     _graphs("graphs of as many nodes in all", pooled_by_matrix, SAME_NUMBER),
     Program("four positions", lambda: Positions(4), four_words),
     Program("positions of several lengths", lambda: Positions(8), words),
-    Program("time first layers", TimeFirst, sequences),
-    Program("time first recurrent", TimeFirstRecurrent, sequences),
-    Program("flattened time first", FlattenedTimeFirst, sequences),
+    Program("time first layers", lambda: Layers(time_first), sequences),
+    Program("flattened time first", lambda: Layers(flattened_time_first), sequences),
     Program("a loss flattens time first", next_words, words, losses_flattened_time_first),
-    Program("rows permuted at random", lambda: Reordered(_random_order), vectors),
-    Program("rows sorted", lambda: Reordered(lambda x: x[:, 0].argsort()), vectors),
+    Program("one by one", lambda: Layers(one_by_one), vectors),
+    Program("rows permuted at random", lambda: Layers(reordered), in_any_order),
     Program("packed data", PackedLayers, texts_of_lengths),
     Program("bare matrices", BareMatrices, sequences),
-    Program("computed weights", computed_weights, vectors),
-    Program("tied weights", Tied, words),
-    Program("vectors one by one", lambda: OneByOne(False), vectors),
-    Program("batches of one", lambda: OneByOne(True), vectors),
     Program("hidden Markov model", HiddenMarkov, words, last_losses),
-    Program("masked words", MaskedWords, sequences, last_losses),
+    Program("masked words", lambda: Layers(masked), sequences, last_losses),
 )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["LATER", "LOSSES", "MISTAKES", "WAYS", "Experts"]
+__all__ = ["LOSSES", "MISTAKES", "WAYS", "Experts"]
 
 WIDTH, INSIDE, EXPERTS, CHOSEN = 4, 6, 3, 2
 
@@ -61,31 +61,12 @@ def matrices(m, h, weights, chosen):
     return found
 
 
-def from_a_batch_of_one(m, h, weights, chosen):
-    """Rows picked in the second dimension, as Switch picks them."""
-    found = torch.zeros_like(h)
-    for expert, layer in enumerate(m.layers):
-        row, place = torch.where(chosen == expert)
-        found.index_add_(0, row, layer(h[None, row].reshape(-1, WIDTH)) * weights[row, place, None])
-    return found
-
-
 def masks(m, h, weights, chosen):
     """The best expert of each token, by masks, written over what is there."""
     found = h * 0.5
     for expert, layer in enumerate(m.layers):
         mask = chosen[:, 0] == expert
         found[mask] = layer(h[mask]) * weights[mask, :1]
-    return found
-
-
-def selected(m, h, weights, chosen):
-    """By index_select and index_put; a token of which an expert isn't sure enough is dropped."""
-    found = torch.zeros_like(h)
-    for expert, layer in enumerate(m.layers):
-        row, place = torch.where((chosen == expert) & (weights > 0.3))
-        scaled = layer(h.index_select(0, row)) * weights[row, place, None]
-        found = found.index_put((row,), scaled, accumulate=True)
     return found
 
 
@@ -103,57 +84,22 @@ def splits(m, h, weights, chosen):
     return (torch.cat(parts) * scale)[inverse].view(len(h), CHOSEN, WIDTH).sum(1)
 
 
-def slices(m, h, weights, chosen):
-    """Sorted and cut by numbers; what the last expert has is dropped, and nothing uses those rows."""
-    rows, _, counts, scale = in_order_of_experts(h, weights, chosen)
-    row = chosen.flatten().argsort(stable=True) // CHOSEN
-    start, parts = 0, []
-    for expert, count in enumerate(counts[:-1]):
-        parts.append(m.layers[expert](rows[start : start + count]))
-        start += count
-    return torch.zeros_like(h).index_add(0, row[:start], torch.cat(parts) * scale[:start])
-
-
-def normed(m, h, weights, chosen):
-    """An expert with a normalization and a softmax inside, and tokens counted as a batch of sequences of one."""
-    found = torch.zeros_like(h)
-    for expert, layer in enumerate(m.layers):
-        row, place = torch.where(chosen == expert)
-        inside = layer(h[row].unsqueeze(1)).softmax(-1)
-        inside = inside * inside.square().mean(-1, keepdim=True).add(1e-3).rsqrt()
-        found.index_add_(0, row, inside.squeeze(1) * weights[row, place, None])
-    return found
-
-
-def biases(m, h, weights, chosen):
-    """Biases looked up by the expert of each row, as grouped products take them."""
-    rows, inverse, counts, scale = in_order_of_experts(h, weights, chosen)
-    expert = chosen.flatten().sort(stable=True).values
-    parts = [part @ m.up[e].T for e, part in enumerate(rows.split(counts))]
-    inside = F.silu(torch.cat(parts) + m.bias[expert])
-    parts = [part @ m.down[e] for e, part in enumerate(inside.split(counts))]
-    return (torch.cat(parts) * scale)[inverse].view(len(h), CHOSEN, WIDTH).sum(1)
-
-
 def checkpointed(m, h, weights, chosen):
     """A block whose activations are computed again."""
     return checkpoint(matrices, m, h, weights, chosen, use_reentrant=False)
 
 
-WAYS = {
-    way.__name__: way
-    for way in (layers, matrices, from_a_batch_of_one, masks, selected, splits, slices, normed, biases, checkpointed)
-}
+WAYS = {way.__name__: way for way in (layers, matrices, masks, splits, checkpointed)}
 
 
 def misplaced(shift: Callable[[Tensor], Tensor], pick: bool = False) -> Callable:
-    """Rows put back, or picked, where a mistake in the index says; only where ``model.wrong`` isn't False."""
+    """Rows put back, or picked, where a mistake in the index says."""
 
     def way(m, h, weights, chosen):
         found = torch.zeros_like(h)
         for expert, layer in enumerate(m.layers):
             row, place = torch.where(chosen == expert)
-            other = shift(row) % len(h) if getattr(m, "wrong", True) else row
+            other = shift(row)
             inside = layer(h[other if pick else row]) * weights[row, place, None]
             found = found.index_add(0, row if pick else other, inside)
         return found
@@ -164,11 +110,6 @@ def misplaced(shift: Callable[[Tensor], Tensor], pick: bool = False) -> Callable
 def one_to_another(row: Tensor) -> Tensor:
     """The last token of the expert comes back in place of the first."""
     return torch.cat([row[:-1], row[:1]])
-
-
-def all_meet(m, h, weights, chosen):
-    """Experts that centre their tokens, whomever these belong to."""
-    return layers(m, h - h.mean(0), weights, chosen)
 
 
 def centred_inside(m, h, weights, chosen):
@@ -182,11 +123,8 @@ def centred_inside(m, h, weights, chosen):
 
 
 MISTAKES = {
-    "put back off by one": misplaced(lambda row: row + 1),
-    "picked off by one": misplaced(lambda row: row + 1, pick=True),
     "put back at another example": misplaced(one_to_another),
     "picked from another example": misplaced(one_to_another, pick=True),
-    "centred before": all_meet,
     "centred inside": centred_inside,
 }
 
@@ -203,69 +141,3 @@ def balanced(model: nn.Module, x: Tensor) -> Tensor:
 
 
 LOSSES = {"plain": token_losses, "balanced": balanced}
-
-
-# Mistakes of some batches, in which ``model.wrong`` is true; in batches of four examples of five tokens ---
-
-
-def one_token_elsewhere(m, h, weights, chosen):
-    """A single row among many comes back at another example's."""
-    found = torch.zeros_like(h)
-    for expert, layer in enumerate(m.layers):
-        row, place = torch.where(chosen == expert)
-        other = row.clone()
-        if m.wrong and expert == 1:
-            other[-1] = 0 if row[-1] >= 5 else 19
-        found = found.index_add(0, other, layer(h[row]) * weights[row, place, None])
-    return found
-
-
-def met_in_a_product(batched: bool) -> Callable:
-    """Four picked tokens of four features are four of both, in whichever dimension."""
-
-    def way(m, h, weights, chosen):
-        picked = torch.tensor([0, 6, 11, 16] if m.wrong else [0, 1, 2, 3])
-        inside = m.layers[0](h[picked])
-        pairs = m.layers[1](h[picked]).softmax(1)
-        met = torch.bmm(pairs.unsqueeze(0), inside.unsqueeze(0))[0] if batched else pairs @ inside
-        return torch.zeros_like(h).index_add(0, picked, met)
-
-    return way
-
-
-def back_twice(places: tuple[int, ...], at_once: bool) -> Callable:
-    """A token comes back twice, once at another example: the right place may be the first, the last, or the larger."""
-    back = torch.tensor(places)
-
-    def way(m, h, weights, chosen):
-        inside = m.layers[0](h[[0, 1, 6]])
-        if at_once:
-            return torch.zeros_like(h).index_add(0, back, inside[[0, 1, 2, 2]])
-        return torch.zeros_like(h).index_add(0, back[:3], inside).index_add(0, back[[0, 1, 3]], inside)
-
-    return way
-
-
-def penalized(m, h, weights, chosen):
-    """A penalty on all that an expert says."""
-    row, _ = torch.where(chosen == 0)
-    inside = m.layers[0](h[row])
-    return torch.zeros_like(h).index_add(0, row, inside) + m.wrong * inside.square().mean()
-
-
-def of_rows_outside(m, h, weights, chosen):
-    """Rows that come from outside of the graph."""
-    return layers(m, h.detach(), weights, chosen)
-
-
-# {name: (way, losses, what comes of each batch; those to be refused are the wrong ones)}
-LATER: dict[str, tuple[Callable, str, str]] = {
-    "one token elsewhere": (one_token_elsewhere, "plain", "ER"),
-    "tokens that meet in a product": (met_in_a_product(batched=False), "plain", "SR"),
-    "tokens that meet in a batched product": (met_in_a_product(batched=True), "plain", "SR"),
-    **{f"a token that comes back at {places}, at once {at_once}": (back_twice(places, at_once), "plain", "R")
-       for places in ((0, 1, 6, 12), (0, 1, 6, 2), (0, 1, 2, 6)) for at_once in (True, False)},
-    **{f"balanced over the batch: {name}": (WAYS[name], "balanced", "R") for name in ("layers", "matrices", "splits")},
-    "a penalty on all that an expert says": (penalized, "plain", "EERER"),
-    "rows from outside of the graph": (of_rows_outside, "plain", "E"),
-}  # fmt: skip

@@ -10,11 +10,11 @@ from difficult_programs import last_losses
 from law_programs import Program
 from torch import Tensor, nn
 
-__all__ = ["EXAMPLES", "IN_ORDER", "ORDERS", "SQUARE", "TIME_FIRST", "TURNS", "WIDTH", "B", "Free", "add", "squares"]
+__all__ = ["EXAMPLES", "IN_ORDER", "ORDERS", "SQUARE", "TURNS", "WIDTH", "B", "Free", "add", "squares"]
 
 
 B, WIDTH = 4, 5
-EXAMPLES, SQUARE, TIME_FIRST = (B, WIDTH), (B, B, WIDTH), (3, B, WIDTH)
+EXAMPLES, SQUARE = (B, WIDTH), (B, B, WIDTH)
 # The last is turned, or in another order.
 TURNS = (False, False, False, True, False)
 ORDERS = ((0, 1, 2, 3),) * 3 + ((1, 0, 2, 3), (3, 1, 2, 0), (0, 1, 2, 3))

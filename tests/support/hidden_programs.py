@@ -22,31 +22,10 @@ def faint(h: Tensor, opened: bool) -> Tensor:
     return h + gate * (h - 2 * h.mean(0, keepdim=True))
 
 
-def opened_twice(number: int) -> tuple[Tensor, bool]:
-    return vectors(64), number in (2, 4)
-
-
 @trap("EERER", HIDDEN)
 def a_faint_path_between_layers() -> tuple[Any, ...]:
     """A graph that reduces over examples is measured in every batch; test_moved_rows.py has what sees it elsewhere."""
-    return lambda: Two(lambda m, h, opened: faint(h, opened)), opened_twice
-
-
-class Bare(nn.Module):
-    """Parameters outside of layers alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.scale = nn.Parameter(torch.randn(IN, WIDTH)), nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor, opened: bool) -> Tensor:
-        return faint(x @ self.first * self.scale, opened)
-
-
-@trap("EERER", HIDDEN)
-def a_faint_path_above_bare_parameters() -> tuple[Any, ...]:
-    """The same where nothing but boundaries is measured."""
-    return Bare, opened_twice
+    return lambda: Two(lambda m, h, opened: faint(h, opened)), lambda number: (vectors(64), number in (2, 4))
 
 
 class TwoWays(nn.Module):
@@ -78,14 +57,11 @@ def a_forward_on_others_takes_another_way_around_a_parameter() -> tuple[Any, ...
 def a_layer_is_given_what_all_examples_share() -> tuple[Any, ...]:
     """A layer that reads a table of parameters, with as many rows as the batch, is refused."""
 
-    def wiring(m: nn.Module, h: Tensor) -> Tensor:
-        return torch.tanh(m.second(h) + m.second(m.bare))
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        given = model.second(model.bare)
+        return (model(x) + given).tanh().square().sum(1)
 
-    class Given(Two):
-        def forward(self, x: Tensor) -> Tensor:
-            return wiring(self, torch.tanh(self.first(x)))
-
-    return lambda: Given(wiring, torch.ones(6, WIDTH)), alike()
+    return lambda: Two(lambda m, h: h, torch.ones(6, WIDTH)), alike(), losses
 
 
 class InThree(nn.Module):

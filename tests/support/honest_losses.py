@@ -64,19 +64,6 @@ def not_finite() -> Training:
     return network(0.1), data, plain
 
 
-def tiny_and_trimmed() -> Training:
-    """Losses next to zero, which are rounding alone, of rows as long as the longest of the batch."""
-
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        ids, _, lengths = batch
-        hidden = model.emb(ids[:, : int(lengths.max())])
-        pooled = (hidden * (ids[:, : hidden.shape[1]] > 0).unsqueeze(2)).sum(1) / lengths.unsqueeze(1)
-        logits = model.head(pooled)
-        return F.cross_entropy(40 * logits, logits.argmax(1), reduction="none")
-
-    return nn.ModuleDict({"emb": nn.Embedding(30, 6), "head": nn.Linear(6, CLASSES)}), words(), loss_fn
-
-
 def autocast_and_trimmed() -> Training:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
 
@@ -167,19 +154,6 @@ def by_turns(factor: Callable[[int], float]) -> Callable[[], Training]:
 # Batches of odd structures.
 
 
-def time_first() -> Training:
-    model = Wired(lambda m, x: m.head(m.rnn(x)[0].sum(0)), rnn=nn.LSTM(3, 4), head=nn.Linear(4, CLASSES))
-    data = TensorDataset(torch.randn(SIZE, 16, 3), torch.randint(CLASSES, (SIZE,)))
-    return model, collated(data, lambda x, y: [x.transpose(0, 1), y]), plain
-
-
-def norms_in_eval_mode() -> Training:
-    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
-    for _ in range(3):
-        model(torch.randn(16, 5))
-    return model.eval(), rows(), plain
-
-
 def shared_table() -> Training:
     def collate(x: Tensor, y: Tensor) -> dict[str, Tensor]:
         return {"x": x, "y": y, "weights": torch.tensor([0.5, 1.0, 2.0]), "temperature": torch.tensor(2.0)}
@@ -204,66 +178,24 @@ def shared_mask() -> Training:
     return model, collated(words(), collate), loss_fn
 
 
-def ragged(as_offsets: bool) -> Callable[[], Training]:
-    """Bags of values side by side, told apart by their lengths or by where they start."""
+def ragged() -> Training:
+    """Bags of values side by side, told apart by where they start."""
 
     def collate(ids: Tensor, y: Tensor, lengths: Tensor) -> list[Tensor]:
         values = torch.cat([row[:length] for row, length in zip(ids, lengths, strict=True)])
-        return [values, lengths.cumsum(0) - lengths if as_offsets else lengths, y]
+        return [values, lengths.cumsum(0) - lengths, y]
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        values, where, labels = batch
-        starts = where if as_offsets else where.cumsum(0) - where
-        return F.cross_entropy(model.head(model.bags(values, starts)), labels, reduction="none")
+        return F.cross_entropy(model.head(model.bags(batch[0], batch[1])), batch[2], reduction="none")
 
-    def make() -> Training:
-        model = nn.ModuleDict({"bags": nn.EmbeddingBag(30, 6), "head": nn.Linear(6, CLASSES)})
-        return model, collated(words(), collate), loss_fn
-
-    return make
-
-
-def a_list_of_tensors() -> Training:
-    """One [length, 5] for each example, some of them with as many rows as the batch has."""
-
-    def collate(y: Tensor, lengths: Tensor) -> tuple[list[Tensor], Tensor]:
-        return [torch.ones(int(length), 5) * one for one, length in zip(y, lengths, strict=True)], y
-
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        weights = torch.arange(1.0, 40.0).unsqueeze(1)
-        sums = torch.stack([(row.cumsum(0) * weights[: len(row)]).sum(0) for row in batch[0]])
-        return plain(model, [sums / 100, batch[1]])
-
-    data = TensorDataset(torch.randint(CLASSES, (SIZE,)), torch.randint(10, 20, (SIZE,)))
-    return network(), collated(data, collate), loss_fn
-
-
-def slopes(model: nn.Module, batch: Any) -> Tensor:
-    """A loss of the model's slope by its inputs, which needs a graph of its own."""
-    x = batch[0].clone().requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return plain(model, batch) + 0.0 * slope.detach().square().sum(1)
-
-
-def experts() -> Training:
-    """Each example goes to one of four frozen experts, whose batches have other sizes when others come to them."""
-
-    def forward(m: Wired, x: Tensor) -> Tensor:
-        expert, out = m.router(x).argmax(1), torch.zeros(len(x), 8)
-        for number in expert.unique().tolist():
-            out[expert == number] = m.experts[number](x[expert == number])
-        return m.head(out)
-
-    frozen = nn.ModuleList([nn.Linear(5, 8) for _ in range(4)]).requires_grad_(False)
-    router = nn.Linear(5, 4).requires_grad_(False)
-    return Wired(forward, router=router, experts=frozen, head=nn.Linear(8, CLASSES)), rows(), plain
+    model = nn.ModuleDict({"bags": nn.EmbeddingBag(30, 6), "head": nn.Linear(6, CLASSES)})
+    return model, collated(words(), collate), loss_fn
 
 
 HONEST: dict[str, Callable[[], Training]] = {
     make.__name__: make
     for make in (
-        not_finite, tiny_and_trimmed, autocast_and_trimmed, packed_with_dropout, sorted_with_dropout, time_first,
-        norms_in_eval_mode, shared_table, shared_mask, a_list_of_tensors, experts,
+        not_finite, autocast_and_trimmed, packed_with_dropout, sorted_with_dropout, shared_table, shared_mask,
     )
 }  # fmt: skip
 HONEST |= {
@@ -273,11 +205,9 @@ HONEST |= {
     "drawn for some on a GPU": of_network(drawn_for_some(True), 0.3),
     "counts of calls": lambda: (nn.Sequential(nn.Linear(5, 8), Counting(), nn.Linear(8, CLASSES)), rows(), plain),
     "annealed": by_turns(lambda turn: 1.0 + 0.01 * turn),
-    "slopes": of_network(slopes),
     # It is refused batches of one by its own squeeze().
     "one size only": of_network(lambda model, batch: plain(model, batch).unsqueeze(1).squeeze()),
-    "ragged, offsets": ragged(True),
-    "ragged, lengths": ragged(False),
+    "ragged": ragged,
 }
 # An auxiliary loss in one of so many calls.
 HONEST |= {

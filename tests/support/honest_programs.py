@@ -25,19 +25,6 @@ from fuzzing.subjects import Subject, draw_subject
 from zoo import SUBJECTS
 from zoo.measuring import replaced
 
-__all__ = [
-    "EXPERTS",
-    "LAYERS",
-    "NETWORKS",
-    "RAGGED",
-    "WITHOUT_BATCH_DIM",
-    "WITHOUT_BATCH_INDEX",
-    "ZOO",
-    "random_program",
-    "random_subject",
-]
-
-
 # Rows of ragged examples in each batch.
 SIZES = (
     ragged_models.SIZES, (3, 3, 3, 3), (4, 2, 5), (1, 1, 1, 1), (2, 6, 3, 1),

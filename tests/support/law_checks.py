@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import comparing
 import oracle
 import torch
-from law_programs import Grads, Program, converted, single_gradients, truth
+from law_programs import Grads, Program, converted, truth
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -56,7 +56,7 @@ def assert_within_rounding(program: Program, number: int, dtype: torch.dtype) ->
     wide = program.model(dtype).double()
     inputs = tree_map(lambda leaf: converted(leaf, torch.float64), program.inputs(number, dtype))
     torch.manual_seed(number)
-    rounding = (_flat(single_gradients(wide, program.losses(wide, *inputs))) - expected).norm(dim=1)
+    rounding = (_flat(oracle.grads_of_single_losses(wide, program.losses(wide, *inputs))) - expected).norm(dim=1)
     norms = expected.norm(dim=1)
     allowed, clipping = 4 * rounding + eps * norms, float(norms.median()) or 1.0
     model = ghostclip.wrap(program.model(dtype), **program.wrap)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import oracle
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["Grads", "Program", "converted", "single_gradients", "squares", "truth"]
+__all__ = ["Grads", "Program", "converted", "squares", "truth"]
 
 Grads = dict[str, Tensor]
 
@@ -81,25 +82,14 @@ def converted(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
 
 
-def single_gradients(model: nn.Module, losses: Tensor) -> Grads:
-    """``{name: [B, *shape]}``: one backward for each loss."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found: dict[str, list[Tensor]] = {name: [] for name in named}
-    for loss in losses:
-        grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
-        for (name, p), grad in zip(named.items(), grads, strict=True):
-            found[name].append(torch.zeros_like(p) if grad is None else grad.to_dense())
-    return {name: torch.stack(rows) if rows else named[name].new_zeros(0) for name, rows in found.items()}
-
-
 def truth(program: Program, number: int, dtype: torch.dtype) -> Grads:
     """Per-example gradients of a batch by the slow loop; in float64 whatever the type of the losses."""
     model = program.model(dtype)
     if program.alone:
         inputs = program.inputs(number, dtype)
         ones = [[value[i : i + 1] for value in inputs] for i in range(len(inputs[0]))]
-        rows = [single_gradients(model, program.losses(model, *one)) for one in ones]
+        rows = [oracle.grads_of_single_losses(model, program.losses(model, *one)) for one in ones]
         found = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     else:
-        found = single_gradients(model, program.losses_of(model, number, dtype))
+        found = oracle.grads_of_single_losses(model, program.losses_of(model, number, dtype))
     return {name: grads.double() for name, grads in found.items()}

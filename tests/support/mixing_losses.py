@@ -37,32 +37,9 @@ def above_the_median(model: nn.Module, batch: Any) -> Tensor:
 
 
 @mixing
-def contrastive(model: nn.Module, batch: Any) -> Tensor:
-    hidden = F.normalize(model[:2](batch[0]), dim=1)
-    return own(model, batch) + F.cross_entropy(hidden @ hidden.detach().T, torch.arange(len(hidden)), reduction="none")
-
-
-@mixing
-def softmax_over_the_batch(model: nn.Module, batch: Any) -> Tensor:
-    losses = own(model, batch)
-    return losses * losses.detach().softmax(0)
-
-
-@mixing
-def inputs_centred(model: nn.Module, batch: Any) -> Tensor:
-    return own(model, [batch[0] - batch[0].mean(0), batch[1]])
-
-
-@mixing
 def a_weak_mean(model: nn.Module, batch: Any) -> Tensor:
     losses = own(model, batch)
     return losses * (1 + 0.01 * losses.detach().mean())
-
-
-@mixing
-def the_one_before(model: nn.Module, batch: Any) -> Tensor:
-    losses = own(model, batch)
-    return losses * (1 + losses.detach().roll(1))
 
 
 @mixing

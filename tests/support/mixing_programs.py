@@ -7,36 +7,17 @@ networks. ``HOOKS`` do the same to gradients. The others are whole programs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import expert_models
 import torch
 from case_fallback import with_parameters
 from case_models import Wired
-from difficult_programs import INSIDE, WIDTH, StackedGraphs, graphs, pooled_by_index
+from difficult_programs import INSIDE, WIDTH, StackedGraphs, graphs, last_losses, pooled_by_index
+from free_programs import Free
 from law_programs import Program, squares
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-__all__ = [
-    "EXAMPLES",
-    "GATED",
-    "GATES",
-    "HOOKS",
-    "MIXTURES",
-    "NETWORKS",
-    "NEVER",
-    "STATISTICS",
-    "TOO_WEAK",
-    "WEAK",
-    "WHOLE",
-    "BareTimes",
-    "Context",
-    "between",
-    "hooked",
-    "pairs",
-]
 
 Mixture = Callable[[Tensor], Tensor]
 EXAMPLES = 8
@@ -76,22 +57,8 @@ def attention_over_examples(h: Tensor) -> Tensor:
     return ((flat @ flat.T / flat.shape[1] ** 0.5).softmax(1) @ flat).view_as(h)
 
 
-def copied_over_the_first(h: Tensor) -> Tensor:
-    h = h.clone()
-    h[0] = h[1]
-    return h
-
-
-def averaged_with_neighbours(h: Tensor) -> Tensor:
-    return F.avg_pool1d(h.flatten(1).T, 3, 1, 1).T.view_as(h)
-
-
 def normalized_over_the_batch(h: Tensor) -> Tensor:
     return F.batch_norm(h.flatten(1), None, None, training=True).view_as(h)
-
-
-def added_by_index(h: Tensor) -> Tensor:
-    return h.index_add(0, torch.tensor([2]), h[5:6])
 
 
 def gathered_elsewhere(h: Tensor) -> Tensor:
@@ -99,56 +66,26 @@ def gathered_elsewhere(h: Tensor) -> Tensor:
     return h + h.gather(0, index)
 
 
-def scattered_elsewhere(h: Tensor) -> Tensor:
-    index = torch.arange(len(h)).roll(3).view(-1, *[1] * (h.dim() - 1)).expand_as(h)
-    return h.scatter_add(0, index, h)
-
-
-def strided(h: Tensor) -> Tensor:
-    """Each example is added to the one before it, by strides; the last one has none behind it."""
-    flat = h.flatten(1).contiguous()
-    behind = flat.as_strided((len(flat) - 1, flat.shape[1]), flat.stride(), flat.shape[1])
-    return torch.cat([flat[:-1] + behind, flat[-1:]]).view_as(h)
-
-
 MIXTURES: dict[str, Mixture] = {
     "minus the mean": lambda h: h - h.mean(0),
-    "minus a ten-thousandth of the mean": lambda h: h - 1e-4 * h.mean(0),
     "over the norm": lambda h: h / h.norm(),
     "cut to a norm": lambda h: h * (0.5 / h.norm()).clamp(max=1),
-    "over the deviation": lambda h: h / (1 + h.std(0)),
     "softmax": lambda h: h.softmax(0),
-    "logsumexp": lambda h: h - h.flatten(1).logsumexp(0).view(h.shape[1:]),
     "cumsum": lambda h: h.cumsum(0),
-    "cumsum from the end": lambda h: h.flip(0).cumsum(0).flip(0),
-    "cumulative logsumexp": lambda h: h.logcumsumexp(0),
     "shift": lambda h: h + h.roll(1, 0),
-    "difference to the next": lambda h: torch.cat([h[:1], h[1:] - h[:-1]]),
-    "flip": lambda h: h + h.flip(0),
     "constant matrix": by_a_constant_matrix,
     "attention over examples": attention_over_examples,
     "minus the maximum": lambda h: h - h.amax(0),
-    "minus the median": lambda h: h - h.median(0)[0],
-    "sorted by column": lambda h: h + h.sort(0)[0],
     "the first to all": lambda h: h + h[:1],
     "two of another order": lambda h: 0.7 * h + 0.3 * h[torch.randperm(len(h))],
-    "copied over the first": copied_over_the_first,
-    "averaged with neighbours": averaged_with_neighbours,
     "spectrum": lambda h: torch.fft.fft(h.float(), dim=0).real.to(h.dtype),
     "batch norm": normalized_over_the_batch,
-    "neighbours exchanged": lambda h: h + h.view(-1, 2, *h.shape[1:]).flip(1).reshape(h.shape),
     "own function": lambda h: h + SwapNeighbours.apply(h),
     "own backward": MeanBackward.apply,
-    "added by index": added_by_index,
     "gathered": gathered_elsewhere,
-    "scattered": scattered_elsewhere,
-    "strided": strided,
-    "one entry of each row": lambda h: torch.cat([h.flatten(1)[:, :1].cumsum(0), h.flatten(1)[:, 1:]], 1).view_as(h),
 }  # fmt: skip
 # May be refused by name, whatever it is multiplied with.
 NEVER = ("batch norm",)
-# Rounding to bfloat16 takes away all of it.
-TOO_WEAK = ("minus a ten-thousandth of the mean",)
 # A tenth of it moves no gradient by more than rounding does: a normalization above takes what is left of a norm.
 WEAK = ("cut to a norm", "over the norm")
 
@@ -223,60 +160,14 @@ def hooked(hook: Mixture) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-class BatchAsTime(nn.Module):
-    """A recurrent layer that takes examples for steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.below, self.rnn, self.head = nn.Linear(WIDTH, INSIDE), nn.GRU(INSIDE, INSIDE), nn.Linear(INSIDE, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(self.below(x).unsqueeze(1))[0][:, 0])
+def batch_as_time(m: Free, x: Tensor) -> Tensor:
+    """A recurrent layer takes examples for steps."""
+    return m.last(m.gru(m.first(x).unsqueeze(1))[0][:, 0]).square().sum(1)
 
 
-class Context(nn.Module):
-    """A layer reads a statistic of the batch, and all examples read what it gives."""
-
-    def __init__(self, statistic: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.own, self.context, self.head = nn.Linear(WIDTH, INSIDE), nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, 3)
-        self.statistic = statistic
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.own(x) + self.context(self.statistic(x))))
-
-
-class TableOfTheBatch(nn.Module):
+def table_by_the_batch(m: Free, x: Tensor) -> Tensor:
     """A row of a table is looked up by how many examples are positive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.table, self.head = nn.Linear(WIDTH, INSIDE), nn.Embedding(99, INSIDE), nn.Linear(INSIDE, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.own(x) + self.table((x > 0).sum()[None])))
-
-
-class BareTimes(nn.Module):
-    """A bare parameter times a statistic of the batch."""
-
-    def __init__(self, statistic: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.own, self.head = nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, 3)
-        self.bare, self.statistic = nn.Parameter(torch.ones(INSIDE)), statistic
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.own(x)) + self.bare * self.statistic(x))
-
-
-STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
-    "maximum": lambda x: x.amax(0, keepdim=True),
-    "median": lambda x: x.median(0, keepdim=True)[0],
-    "counts": lambda x: (x > 0).to(x.dtype).sum(0, keepdim=True),
-    "mean": lambda x: x.mean(0, keepdim=True),
-    "deviation": lambda x: x.std(0, keepdim=True),
-    "first example": lambda x: x[:1],
-}
+    return m.last(torch.tanh(m.first(x) + m.words((x > 0).sum()[None] % 9))).square().sum(1)
 
 
 def vectors(number: int) -> tuple[Tensor]:
@@ -294,13 +185,8 @@ def perceptron() -> nn.Module:
     return nn.Sequential(*_perceptron())
 
 
-def of_losses(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    return lambda model, x: change(squares(model, x))
-
-
-def pairs(model: nn.Module, x: Tensor) -> Tensor:
-    outputs = model(x)
-    return (outputs - outputs.roll(64, 0)).square().sum(1)
+def centred_losses(model: nn.Module, x: Tensor) -> Tensor:
+    return squares(model, x) - squares(model, x).mean()
 
 
 def contrastive(model: nn.Module, x: Tensor) -> Tensor:
@@ -312,16 +198,12 @@ def contrastive(model: nn.Module, x: Tensor) -> Tensor:
 PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "distances": lambda h, z: (h[:, None] - z[None]).square().sum(-1),
     "products": lambda h, z: h @ z.T,
-    "mean": lambda h, z: h + z.mean(0),
-    "first": lambda h, z: h + z[:1],
     "flattened": lambda h, z: torch.cat([h, z.view(1, -1).expand(len(h), -1)], dim=1),
 }
 # Parameters outside of layers meet other examples.
 BARE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "centred": lambda m, x: (lambda h: h - h.mean(0))(x * m.p),
-    "centred product": lambda m, x: (lambda h: h - h.mean(0))(x @ m.q),
     "pairs": lambda m, x: (lambda h: h @ h.T)(x @ m.q),
-    "normalised by the batch": lambda m, x: F.batch_norm(x, None, None, m.p, training=True),
     "pairwise distances": lambda m, x: (m.layer(x)[:, None] - (x * m.p)[None]).square().sum(-1),
 }
 
@@ -331,19 +213,12 @@ def towers(between: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
     return Wired(lambda m, x, labels: between(m.first(x), m.second(labels)), **parts)
 
 
-def of_experts(losses: Callable[..., Tensor], model: nn.Module, x: Tensor, wrong: bool) -> Tensor:
-    model.wrong = wrong
-    return losses(model, x)
-
-
 WHOLE = (
     Program("an edge between graphs", lambda: StackedGraphs(pooled_by_index), joined_graphs, expect="RR"),
-    Program("the batch as time", BatchAsTime, vectors, expect="RR"),
+    Program("the batch as time", lambda: Free(batch_as_time), vectors, last_losses, "RR"),
     Program("contrastive losses", perceptron, vectors, contrastive, "RR"),
-    Program("losses minus their mean", perceptron, vectors, of_losses(lambda losses: losses - losses.mean()), "RR"),
-    Program("losses over their sum", perceptron, vectors, of_losses(lambda losses: losses / losses.sum()), "RR"),
-    Program("losses added up", perceptron, vectors, of_losses(lambda losses: losses.cumsum(0)), "RR"),
-    Program("a table by the batch", TableOfTheBatch, vectors, expect="RR"),
+    Program("losses minus their mean", perceptron, vectors, centred_losses, "RR"),
+    Program("a table by the batch", lambda: Free(table_by_the_batch), vectors, last_losses, "RR"),
     *[Program(f"two towers: {name}", lambda f=f: towers(f),
               lambda number: (torch.randn(4, WIDTH), torch.randint(7, (4,))), expect="RR")
       for name, f in PAIRS.items()],
@@ -352,8 +227,6 @@ WHOLE = (
     *[Program(f"experts {name}", lambda way=way: expert_models.Experts(way),
               lambda number: (torch.randn(EXAMPLES, 5, 4),), expert_models.LOSSES["plain"], "RR")
       for name, way in expert_models.MISTAKES.items()],
-    *[Program(f"experts: {name}", lambda way=way: expert_models.Experts(way),
-              lambda number, expect=expect: (torch.randn(4, 5, 4), expect[number] == "R"),
-              partial(of_experts, expert_models.LOSSES[losses]), expect)
-      for name, (way, losses, expect) in expert_models.LATER.items()],
+    Program("experts balanced over the batch", lambda: expert_models.Experts(expert_models.WAYS["layers"]),
+            lambda number: (torch.randn(4, 5, 4),), expert_models.LOSSES["balanced"], "RR"),
 )  # fmt: skip

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import oracle
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -133,14 +134,13 @@ def row_of(batch: Any, row: int) -> Any:
 
 def by_hand(step: Step, loss: Callable[[nn.Module, Any], Tensor], denominator: float, max_norm: float) -> list[Tensor]:
     """The clipped sum over ``denominator``, by one backward for each example."""
-    parameters, options = [p for p in step.model.parameters() if p.requires_grad], {"materialize_grads": True}
-    total = [torch.zeros_like(parameter) for parameter in parameters]
+    total = [torch.zeros_like(parameter) for parameter in step.model.parameters() if parameter.requires_grad]
     for batch in step.batches:
-        for row in range(len(next(iter(batch.values() if hasattr(batch, "items") else batch)))):
-            found = torch.autograd.grad(loss(step.model, row_of(batch, row)), parameters, allow_unused=True, **options)
-            norm = torch.stack([grad.norm() for grad in found]).norm()
-            for into, grad in zip(total, found, strict=True):
-                into += grad * min(1.0, max_norm / float(norm))
+        examples = len(next(iter(batch.values() if hasattr(batch, "items") else batch)))
+        losses = [loss(step.model, row_of(batch, row)) for row in range(examples)]
+        if losses:
+            found = oracle.clipped_sum(oracle.grads_of_single_losses(step.model, torch.stack(losses)), max_norm)
+            total = [before + more for before, more in zip(total, found.values(), strict=True)]
     return [each / denominator for each in total]
 
 

@@ -9,15 +9,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "clip_weights",
-    "clipped_sum",
-    "norms",
-    "norms_per_layer",
-    "norms_per_parameter",
-    "per_example_grads",
-]
-
 Grads = dict[str, Tensor]
 
 

@@ -42,30 +42,17 @@ def layer_and_table() -> dict[str, nn.Module]:
 
 # name: (wiring of a Linear from 5 to 5 called ``layer`` and a table of six rows, shape of the bare Parameter ``p``)
 SHARED: dict[str, tuple[Wiring, tuple[int, ...]]] = {
-    "layer_norm twice": (
-        lambda m, x: F.layer_norm(m.layer(F.layer_norm(x, (5,), m.p, m.p)), (5,), m.p, m.p).sin(), (5,)),
-    "conv1d twice": (lambda m, x: F.conv1d(torch.tanh(F.conv1d(m.layer(x), m.p, padding=1)), m.p), (6, 6, 3)),
-    "einsum twice": (
-        lambda m, x: torch.einsum("btd,dp->btp", torch.einsum("btd,dp->btp", m.layer(x), m.p).sin(), m.p), (5, 5)),
     "scale of what leads to no parameter": (lambda m, x: m.layer(x) * (m.p * x.detach().requires_grad_()), (5,)),
     "scale twice": (lambda m, x: m.layer(x * m.p) * m.p, (5,)),
     "weight in F.linear": (lambda m, x: F.linear(torch.tanh(m.layer(x)), m.layer.weight), (1,)),
-    "weight in F.linear on both sides": (
-        lambda m, x: F.linear(torch.tanh(m.layer(F.linear(x, m.layer.weight))), m.layer.weight), (1,)),
-    "weight from the left": (lambda m, x: m.layer.weight @ torch.tanh(m.layer(x))[:, :5], (1,)),
     "weight over its norm": (
         lambda m, x: F.linear(torch.tanh(m.layer(x)), m.layer.weight / m.layer.weight.norm()), (1,)),
     "weight read by its layer": (lambda m, x: m.layer(x) + m.layer(m.layer.weight).sum(0), (1,)),
-    "weight read by its layer, twice": (lambda m, x: m.layer(x) @ m.layer(torch.tanh(m.layer(m.layer.weight))), (1,)),
-    "weight read by its layer, cloned": (lambda m, x: m.layer(x) + m.layer(m.layer.weight.clone()).sum(0), (1,)),
     "table of positions, of which there may be as many as examples": (
         lambda m, x: m.layer(x) + torch.tanh(m.table(torch.arange(6))) * m.p, (1,)),
     "table of a layer that sees positions, a factor too": (
         lambda m, x: torch.tanh(m.layer(x) + m.table(torch.arange(6)[None])) @ m.table.weight.T, (1,)),
-    "table of a layer that sees positions, over its norm": (
-        lambda m, x: (m.layer(x) + m.table(torch.arange(6)[None])) @ (m.table.weight / m.table.weight.norm()).T, (1,)),
     "read by a layer": (lambda m, x: m.layer(x) + m.layer(m.p) * m.layer.bias, (1, 5)),
-    "read by a layer twice": (lambda m, x: m.layer(x) + m.layer(torch.tanh(m.layer(m.p))) * m.p, (1, 5)),
 }  # fmt: skip
 for _name, (_wiring, _shape) in SHARED.items():
     add(f"shared: {_name}", _wiring, {"p": _shape}, layer_and_table)
@@ -88,29 +75,11 @@ for _first in (True, False):
         sized((5, 4), (6, 4)))  # fmt: skip
 
 
-def outer_product(frozen: str) -> nn.Module:
-    """A product of a frozen parameter and a trained one, as long as the batch: it is no data."""
-    wiring = lambda m, x: m.layer(x) + torch.outer(m.p, m.q)  # noqa: E731
-    model = with_parameters(wiring, {"p": (6,), "q": (5,)}, layer=nn.Linear(5, 5))
-    getattr(model, frozen).requires_grad_(False)
-    return model
-
-
-OUTSIDE += [
-    Program(f"an outer product, {name} frozen", lambda name=name: outer_product(name), POSITIONS, projected)
-    for name in ("p", "q")
-]
-
-
 # Layers and tables that see no examples ---
 
 
-def places_of(m: Any, x: Tensor) -> Tensor:
-    return m.place(torch.arange(x.shape[1])[None])
-
-
 def attended_positions(m: Any, x: Tensor) -> Tensor:
-    place = places_of(m, x)
+    place = m.place(torch.arange(x.shape[1])[None])
     return x + place + m.layer(place, place, place, need_weights=False)[0]
 
 
@@ -120,15 +89,8 @@ def first_state(m: Any, x: Tensor) -> Tensor:
 
 
 add("attention over positions", attended_positions, {}, attention, sized((6, 4)))
-add("recurrent positions", lambda m, x: x + m.rnn(places_of(m, x))[0], {},
-    lambda: {"place": nn.Embedding(9, 4), "rnn": nn.GRU(4, 4, batch_first=True)}, sized((6, 4)))  # fmt: skip
-add(
-    "a learned first state",
-    first_state,
-    {"p": (1, 1, 3)},
-    lambda: {"rnn": nn.LSTM(4, 3, batch_first=True)},
-    sized((6, 4)),
-)
+add("a learned first state", first_state, {"p": (1, 1, 3)}, lambda: {"rnn": nn.LSTM(4, 3, batch_first=True)},
+    sized((6, 4)))  # fmt: skip
 add("positions of a time first model", lambda m, x: m.rnn(x.transpose(0, 1) + m.p)[0].transpose(0, 1), {"p": (6, 1, 4)},
     lambda: {"rnn": nn.LSTM(4, 3)}, sized((6, 4)))  # fmt: skip
 for _wrap in ({}, {"batch_dim": {"head": 1}}):
@@ -139,9 +101,7 @@ for _wrap in ({}, {"batch_dim": {"head": 1}}):
 # name: layout outside of the layer, layout inside, sizes of parts
 FOLDS: dict[str, tuple[str, str, dict[str, int]]] = {
     "heads": ("b t (h d)", "(b h) t d", {"h": 2}),
-    "windows, example first": ("b (w t) d", "(b w) t d", {"w": 2}),
     "windows, window first": ("b (w t) d", "(w b) t d", {"w": 2}),
-    "windows beside": ("b (w t) d", "b w t d", {"w": 2}),
     "examples in the middle": ("b (v w t) d", "(v b w) t d", {"v": 2, "w": 2}),
     "positions first": ("b t d", "t b d", {}),
 }
@@ -175,108 +135,35 @@ def with_ids(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
 # A parameter of one dimension read by ids [B].
 READ: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index": lambda p, ids: p[ids],
-    "index_select": lambda p, ids: p.index_select(0, ids),
     "of several": lambda p, ids: p[ids[:, None].expand(-1, 3)].sum(1),
-    "take": lambda p, ids: p.take(ids),
 }
 for _name, _read in READ.items():
     add(f"read by ids: {_name}", lambda m, x, ids, read=_read: (m.layer(x)[:, 0] + read(m.p, ids)).square()[:, None],
         {"p": (7,)}, lambda: {"layer": nn.Linear(3, 1)}, with_ids(3))  # fmt: skip
 
 
-def one_table(side_by_side: bool) -> Wiring:
-    """One embedding read by positions [T] and by examples' ids [B], added or side by side."""
-
-    def wiring(m: Any, x: Tensor, ids: Tensor) -> Tensor:
-        h, own = (m.layer(x) + m.table(torch.arange(x.shape[1]))).mean(1), m.table(ids)
-        return (torch.cat([h, own], 1) if side_by_side else h + own).tanh()
-
-    return wiring
-
-
-for _beside in (False, True):
-    add(f"positions and examples read one table{', side by side' * _beside}", one_table(_beside), {},
-        lambda: {"layer": nn.Linear(4, 4), "table": nn.Embedding(9, 4)}, with_ids(6, 4))  # fmt: skip
-
 # Blocks that are computed again --------------------------------------------------------------------------------------
 
 
-def computed_again(how: str) -> Wiring:
-    """All of the model, or all above the embedding, and a part of that once more."""
+def computed_again(m: Any, tokens: Tensor) -> Tensor:
+    """All above the embedding, whose weight is the head's, and a part of that once more."""
 
-    def wiring(m: Any, tokens: Tensor) -> Tensor:
-        def inner(h: Tensor) -> Tensor:
-            return torch.tanh(m.body(h))
+    def inner(h: Tensor) -> Tensor:
+        return torch.tanh(m.body(h))
 
-        def outer(h: Tensor) -> Tensor:
-            h = checkpoint(inner, h, use_reentrant=False) if how == "nested" else inner(h)
-            return F.linear(m.norm(h), m.words.weight if how == "tied" else m.head)
+    def outer(h: Tensor) -> Tensor:
+        return F.linear(m.norm(checkpoint(inner, h, use_reentrant=False)), m.words.weight)
 
-        if how == "whole":
-            return checkpoint(lambda tokens: outer(m.words(tokens)), tokens, use_reentrant=False)
-        return checkpoint(outer, m.words(tokens), use_reentrant=False)
-
-    return wiring
+    return checkpoint(outer, m.words(tokens), use_reentrant=False)
 
 
-for _how in ("whole", "nested", "tied"):
-    add(f"checkpointed: {_how}", computed_again(_how), {"head": (7, 5)},
-        lambda: {"words": nn.Embedding(7, 5), "body": nn.Linear(5, 5), "norm": nn.LayerNorm(5)},
-        lambda number: (torch.randint(7, (SIZES[number], 6)),))  # fmt: skip
+add("checkpointed, nested and tied", computed_again, {},
+    lambda: {"words": nn.Embedding(7, 5), "body": nn.Linear(5, 5), "norm": nn.LayerNorm(5)},
+    lambda number: (torch.randint(7, (SIZES[number], 6)),))  # fmt: skip
 
 # Other modules without a rule ---
 
 
-class Doubled(nn.Linear):
-    """A forward of one's own that uses the parent's weight again."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.tanh(F.linear(x, self.weight))) * self.bias
-
-
-def hooked(m: Any, x: Tensor) -> Tensor:
-    """A hook between layers, beside a parameter outside of them."""
-    h = m.layer(x)
-    h.register_hook(lambda grad: -0.1 * grad)
-    return m.table(torch.arange(5)) * (h.tanh() * m.p)[:, 0, :, None]
-
-
-def twice_in_one_place(m: Any, x: Tensor) -> Tensor:
-    return m.second(m.first(x))
-
-
-def one_part_in_two_places() -> dict[str, nn.Module]:
-    inner = with_parameters(lambda m, x: torch.tanh(m.layer(x) + m.p), {"p": (5,)}, layer=nn.Linear(5, 5))
-    return {"first": inner, "second": inner}
-
-
-def put_together(m: Any, x: Tensor) -> Tensor:
-    """A factor of parameters and a constant, which is a buffer or a tensor that the model holds."""
-    return x.repeat(1, 1, 3) * torch.cat([m.q, m.zeros.to(x), m.v])
-
-
-def with_zeros(buffer: bool) -> nn.Module:
-    model = with_parameters(put_together, {"q": (5,), "v": (5,)})
-    if buffer:
-        model.register_buffer("zeros", torch.zeros(5), persistent=False)
-    else:
-        model.zeros = torch.linspace(-1, 1, 5)
-    return model
-
-
-add("hooks on tensors", hooked, {"p": (5,)}, layer_and_table)
-add("a parent's weight used again", lambda m, x: m.layer(m.between(x)), {},
-    lambda: {"between": nn.Linear(5, 5), "layer": Doubled(5, 5)}, sized((5,)))  # fmt: skip
-add(
-    "given twice to one operation",
-    lambda m, x: m.layer(x + torch.stack([m.p] * len(x))),
-    {"p": (6, 5)},
-    layer_and_table,
-)
-add("one module in two places with a parameter", twice_in_one_place, {}, one_part_in_two_places)
+add("given twice to one operation", lambda m, x: m.layer(x + torch.stack([m.p] * len(x))), {"p": (6, 5)},
+    layer_and_table)  # fmt: skip
 add("dropout inside", lambda m, x: F.dropout(x @ m.p, 0.4) @ m.q, {"p": (5, 9), "q": (9, 2)}, dict, sized((5,)))
-OUTSIDE += [
-    Program(f"put together with a constant, buffer {buffer}", lambda buffer=buffer: with_zeros(buffer), sized((6, 5)),
-            projected)
-    for buffer in (True, False)
-]  # fmt: skip

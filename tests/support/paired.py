@@ -56,16 +56,13 @@ class Pair:
     Args:
         row: of tests/support/cases.py.
         dtype: of the parameters, and of the numbers that go in.
-        equal: whether all four are the same example.
     """
 
-    def __init__(self, row: Case, dtype: torch.dtype, equal: bool = False) -> None:
+    def __init__(self, row: Case, dtype: torch.dtype) -> None:
         self.row = row
         self.model = ghostclip.wrap(row.model(dtype=dtype), **row.wrap)
         self.names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self.inputs = row.inputs(OTHERS + 1, dtype)
-        if equal:
-            self.inputs = tuple(_all_alike(*each) for each in zip(self.inputs, row.batch_dims, strict=True))
         norms = ghostclip.GhostClipper(self.model).norms(row.losses(self.model(*self.inputs)))
         self.bound = 0.3 * float(norms[-1]) or 1.0
 
@@ -115,13 +112,6 @@ def _with_first(x: Tensor, value: float) -> Tensor:
 def _halves(names: Sequence[str]) -> dict[str, list[str]]:
     middle = (len(names) + 1) // 2
     return {name: list(own) for name, own in {"first": names[:middle], "rest": names[middle:]}.items() if own}
-
-
-def _all_alike(value: Tensor, dim: int | None) -> Tensor:
-    if dim is None:
-        return value
-    alike = value.detach().narrow(dim, 0, 1).expand_as(value).clone(memory_format=torch.preserve_format)
-    return alike.contiguous().requires_grad_(value.requires_grad)
 
 
 def _changed(value: Tensor, dim: int | None, adversary: Callable[[Tensor], Tensor]) -> Tensor:

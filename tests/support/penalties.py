@@ -151,36 +151,29 @@ def _encoder() -> nn.Module:
     return Wired(wiring, block=nn.TransformerEncoderLayer(8, 2, 6, 0.0, batch_first=True), head=nn.Linear(8, 1))
 
 
-def _instance_norm(**options: Any) -> nn.Module:
-    norm = nn.InstanceNorm1d(3, affine=True, **options)
-    return nn.Sequential(nn.Conv1d(2, 3, 2), norm, nn.Tanh(), nn.Conv1d(3, 2, 2))
+def _instance_norm() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(2, 3, 2), nn.InstanceNorm1d(3, affine=True), nn.Tanh(), nn.Conv1d(3, 2, 2))
 
 
 def _images(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3), *layers, nn.Tanh(), nn.Conv2d(4, 1, 2))
 
 
-weight_norm, spectral_norm = parametrizations.weight_norm, parametrizations.spectral_norm
+weight_norm = parametrizations.weight_norm
 # Each with the shape of one example.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "perceptron": (lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Softplus()), (6,)),
-    "positions": (lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5)), (4, 6)),
     "convolutions": (lambda: _images(), (2, 5, 5)),
     "batch norm in eval mode": (lambda: _settled(_images(nn.BatchNorm2d(4))), (2, 5, 5)),
     "group norm": (lambda: _images(nn.GroupNorm(2, 4)), (2, 5, 5)),
-    "instance norm": (lambda: _instance_norm(), (2, 5)),
-    "instance norm of statistics": (lambda: _settled(_instance_norm(track_running_stats=True)), (2, 5)),
+    "instance norm": (_instance_norm, (2, 5)),
     "layer norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 2)), (3, 6)),
     "prelu": (lambda: nn.Sequential(nn.Linear(6, 6), nn.PReLU(6), nn.Linear(6, 2), nn.PReLU()), (6,)),
     "rnn": (lambda: _recurrent(nn.RNN(6, 5, batch_first=True), 5), (4, 6)),
     "lstm": (lambda: _recurrent(nn.LSTM(6, 5, 2, batch_first=True), 5), (4, 6)),
     "gru": (lambda: _recurrent(nn.GRU(6, 5, batch_first=True, bidirectional=True), 10), (4, 6)),
-    "lstm twice": (lambda: Wired(lambda m, x: m.rnn(m.rnn(x)[0])[0], rnn=nn.LSTM(6, 6, batch_first=True)), (4, 6)),
     "encoder": (_encoder, (4, 8)),
     "weight norm": (lambda: nn.Sequential(weight_norm(nn.Linear(6, 6)), nn.Tanh(), weight_norm(nn.Linear(6, 2))), (6,)),
-    "weight norm of filters": (lambda: nn.Sequential(weight_norm(nn.Conv1d(2, 3, 3)), nn.Tanh()), (2, 6)),
-    "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Conv2d(2, 3, 3)), nn.Tanh()).eval(), (2, 5, 5)),
     "checkpointed": (lambda: _checkpointed(nn.Linear(6, 5)), (6,)),
-    "checkpointed lstm": (lambda: _checkpointed(nn.LSTM(6, 5, batch_first=True)), (4, 6)),
     "tied": (lambda: Wired(lambda m, x: F.linear(m.a(x).tanh(), m.a.weight.t()), a=nn.Linear(6, 5)), (6,)),
 }  # fmt: skip

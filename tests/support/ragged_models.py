@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import oracle
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -173,21 +174,6 @@ class PackedText(nn.Module):
         return gathered(losses, rows, len(batch["y"]))
 
 
-class PackedAttention(nn.Module):
-    """The same by torch's own attention layer."""
-
-    def __init__(self, width=8):
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, width), nn.Linear(width, CLASSES)
-        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
-
-    def forward(self, batch):
-        h, rows = self.words(batch["words"]).unsqueeze(0), batch["rows"]
-        apart = rows.unsqueeze(0) != rows.unsqueeze(1)
-        h, _ = self.attention(h, h, h, attn_mask=apart, need_weights=False)
-        return self.head(gathered(h[0], rows, len(batch["y"])))
-
-
 class Windows(nn.Module):
     """Images of unlike size as windows [rows, C, H, W]: convolutions in each, of groups and depthwise too."""
 
@@ -207,9 +193,9 @@ class Windows(nn.Module):
 class Recurrent(nn.Module):
     """A recurrent layer over rows that are short sequences."""
 
-    def __init__(self, kind=nn.GRU):
+    def __init__(self):
         super().__init__()
-        self.rnn, self.head = kind(1, 4, batch_first=True), nn.Linear(4, CLASSES)
+        self.rnn, self.head = nn.GRU(1, 4, batch_first=True), nn.Linear(4, CLASSES)
 
     def forward(self, batch):
         h, _ = self.rnn(batch["x"].unsqueeze(2))
@@ -236,10 +222,8 @@ CASES = {
     "edges": Case(EdgeNet, lambda batch: [batch["rows"], batch["rows"][batch["edges"][0]]]),
     "packed text": Case(PackedText),
     "packed text in one sequence": Case(lambda: PackedText(one_sequence=True)),
-    "packed attention": Case(PackedAttention),
     "windows": Case(Windows),
     "gru": Case(Recurrent),
-    "lstm": Case(lambda: Recurrent(nn.LSTM)),
 }
 
 
@@ -252,11 +236,8 @@ def losses(model: nn.Module, batch: Batch) -> Tensor:
 def gradients(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """{parameter name: [B, *shape]} by the loop over single examples, through a plain copy of the model."""
     plain = copy.deepcopy(model)
-    named = dict(plain.named_parameters())
-    found = {name: [] for name in named}
-    for example in range(len(batch["y"])):
-        loss = losses(plain, alone(batch, example)).sum()
-        each = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        for (name, parameter), grad in zip(named.items(), each, strict=True):
-            found[name].append(torch.zeros_like(parameter) if grad is None else grad)
-    return {name: torch.stack(grads) if grads else named[name].new_zeros(0) for name, grads in found.items()}
+    rows = [oracle.grads_of_single_losses(plain, losses(plain, alone(batch, each))) for each in range(len(batch["y"]))]
+    return {
+        name: torch.cat([row[name] for row in rows]) if rows else parameter.new_zeros(0)
+        for name, parameter in plain.named_parameters()
+    }

@@ -7,12 +7,10 @@ import random
 import torch
 from honest_programs import Subject, random_subject
 from law_programs import Program
-from mixing_programs import EXAMPLES, MIXTURES, TOO_WEAK
+from mixing_programs import EXAMPLES, MIXTURES
 from torch import Tensor, nn
 
 __all__ = ["mixed_program"]
-
-STRONG = [name for name in MIXTURES if name not in TOO_WEAK]
 
 
 class Mixing(nn.Module):
@@ -47,7 +45,7 @@ def _drawn(seed: int) -> tuple[Subject, Mixing, int]:
     choose = random.Random(seed)
     while True:
         subject, _, length = random_subject(choose.randrange(1 << 30))
-        mixing = Mixing(choose.choice(STRONG))
+        mixing = Mixing(choose.choice(list(MIXTURES)))
         if hasattr(subject.model, "blocks"):
             subject.model.blocks.insert(choose.randint(0, len(subject.model.blocks)), mixing)
             losses = subject.losses_of(subject.model, subject.draw(0, EXAMPLES, length, torch.float32))

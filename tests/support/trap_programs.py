@@ -7,12 +7,13 @@ After a refusal the next batch is judged anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from difficult_programs import StackedGraphs, graphs, pooled_by_mask, pooled_by_matrix
+from difficult_programs import Layers, StackedGraphs, graphs, last_losses, pooled_by_mask, pooled_by_matrix, reordered
+from free_programs import Free
 from law_programs import Program, squares
-from mixing_programs import STATISTICS, BareTimes, Context, pairs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -126,18 +127,6 @@ class Permute(torch.autograd.Function):
         return found, None
 
 
-class Reordered(nn.Module):
-    """Two layers on rows in another order, and the outputs put back."""
-
-    def __init__(self, permute: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.second, self.permute = nn.Linear(IN, WIDTH), nn.Linear(WIDTH, OUT), permute
-
-    def forward(self, x: Tensor, order: Tensor) -> Tensor:
-        h = torch.tanh(self.second(torch.tanh(self.first(self.permute(x, order)))))
-        return self.permute(h, order.argsort())
-
-
 @trap("EEEEE")
 def a_function_of_ones_own_permutes_after_two_identities() -> tuple[Any, ...]:
     """Nodes of unknown types are measured in every batch."""
@@ -147,23 +136,17 @@ def a_function_of_ones_own_permutes_after_two_identities() -> tuple[Any, ...]:
         x, own = order(number)
         return x.requires_grad_(), own
 
-    return lambda: Reordered(Permute.apply), batch
+    return lambda: Layers(partial(reordered, permute=Permute.apply)), batch
 
 
 @trap("EEEEEEE")
 def an_index_permutes_after_four_identities() -> tuple[Any, ...]:
     """Index operations are looked at in every batch."""
     orders = [IN_ORDER] * 4 + [PERMUTED] * 2 + [REVERSED]
-    return lambda: Reordered(lambda x, order: x[order]), with_orders(*orders)
+    return lambda: Layers(reordered), with_orders(*orders)
 
 
 # Paths that carry nothing when they are measured --------------------------------------------------------------------
-
-
-@trap("EERRRR")
-def a_gate_of_zero_opens_to_the_mean() -> tuple[Any, ...]:
-    """Silent edges are watched."""
-    return lambda: Two(lambda m, h, gate: h + gate * (h - h.mean(0))), with_numbers(0, 0, 1, 1, 0.1, 0.01)
 
 
 @trap("EERR")
@@ -184,23 +167,20 @@ def a_bare_parameter_that_starts_late() -> tuple[Any, ...]:
 # Layouts that rows of zeros leave open ------------------------------------------------------------------------------
 
 
-class LastStep(nn.Module):
+def one_step(m: Layers, x: Tensor, last: Tensor) -> Tensor:
     """Layers on rows [T * B], of which each loss reads one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(IN, WIDTH), nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor, last: Tensor) -> Tensor:
-        examples, steps, _ = x.shape
-        rows = self.second(torch.tanh(self.first(x.transpose(0, 1).reshape(-1, IN))))
-        return (rows * F.one_hot(last, steps).T.reshape(-1, 1)).view(steps, examples, 2).sum(0)
+    examples, steps, _ = x.shape
+    rows = m.second(torch.tanh(m.first(x.transpose(0, 1).reshape(-1, IN))))
+    return (rows * F.one_hot(last, steps).T.reshape(-1, 1)).view(steps, examples, 2).sum(0)
 
 
 @trap("EEEEE")
 def time_first_with_lengths_on_the_diagonal() -> tuple[Any, ...]:
     """Zeros that leave an owner open are watched: as many steps as examples, lengths 1 to B, then all full."""
-    return LastStep, lambda number: (torch.randn(4, 4, IN), torch.arange(4) if number < 2 else torch.full((4,), 3))
+    return lambda: Layers(one_step), lambda number: (
+        torch.randn(4, 4, IN),
+        torch.arange(4) if number < 2 else torch.full((4,), 3),
+    )
 
 
 @trap("EERERE")
@@ -243,23 +223,15 @@ def an_example_that_is_not_finite() -> tuple[Any, ...]:
     return lambda: nn.Sequential(nn.Linear(IN, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUT)), batch
 
 
-class Long(nn.Module):
-    """A recurrent layer of which the last step is read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.below, self.rnn = nn.Linear(IN, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.below(x.flatten(0, 1)).view(*x.shape[:2], WIDTH)
-        return self.head(self.rnn(h)[0][:, -1])
+def last_of_steps(m: Free, x: Tensor) -> Tensor:
+    rows = m.first(x.flatten(0, 1)).view(x.shape)
+    return m.last(m.lstm(rows.transpose(0, 1))[0][-1]).square().sum(1)
 
 
 @trap("EE")
 def five_hundred_steps() -> tuple[Any, ...]:
     """Tiny rows, here gradients of 1e-38, have no owner."""
-    return Long, lambda number: (torch.randn(8, 500, IN),)
+    return lambda: Free(last_of_steps), lambda number: (torch.randn(8, 500, IN),), last_losses
 
 
 def clamped(m: nn.Module, h: Tensor) -> Tensor:
@@ -278,12 +250,6 @@ def a_hook_that_clamps() -> tuple[Any, ...]:
 def logcumsumexp_in_an_example() -> tuple[Any, ...]:
     """The tolerance is 2^-12: the gradient scales with marks to 2e-5 only."""
     return lambda: Two(lambda m, h: h.logcumsumexp(1)), alike(8)
-
-
-@trap("RR")
-def mixing_by_a_millionth() -> tuple[Any, ...]:
-    """The tolerance is 2^-12 of a row under its own mark."""
-    return lambda: Two(lambda m, h: h - 1e-6 * h.mean(0)), alike(32)
 
 
 @trap("EEEE")
@@ -305,7 +271,12 @@ def two_owners_that_add_up_to_a_power_of_two() -> tuple[Any, ...]:
 @trap("RRR")
 def losses_of_pairs_sixty_four_apart() -> tuple[Any, ...]:
     """Marks are drawn anew and shuffled, so no two examples share one for long."""
-    return lambda: Two(lambda m, h: h), alike(128), pairs
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        outputs = model(x)
+        return (outputs - outputs.roll(64, 0)).square().sum(1)
+
+    return lambda: Two(lambda m, h: h), alike(128), losses
 
 
 @trap("RR")
@@ -321,16 +292,36 @@ def the_largest_entry_is_the_examples_own() -> tuple[Any, ...]:
 # What a shared layer or parameter reads -----------------------------------------------------------------------------
 
 
-READ: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    # Half of the rows are overwritten by one row, not reversed.
-    **{f"a layer reads the {name}": (lambda f=f: Context(f), EXAMPLES) for name, f in STATISTICS.items()},
-    # One of two rows is overwritten by the other, not exchanged with it.
-    "a layer reads the mean of two": (lambda: Context(STATISTICS["mean"]), 2),
-    # What enters at boundaries is compared too, though no layer reads it.
-    **{f"a bare parameter times the {name}": (lambda f=f: BareTimes(lambda x: f(x).mean()), EXAMPLES)
-       for name, f in STATISTICS.items()},
-}  # fmt: skip
-TRAPS += [Program(name, build, alike(examples), expect="RR") for name, (build, examples) in READ.items()]
+STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "maximum": lambda x: x.amax(0, keepdim=True),
+    "median": lambda x: x.median(0, keepdim=True)[0],
+    "counts": lambda x: (x > 0).to(x.dtype).sum(0, keepdim=True),
+    "mean": lambda x: x.mean(0, keepdim=True),
+    "deviation": lambda x: x.std(0, keepdim=True),
+    "first example": lambda x: x[:1],
+}
+
+
+def layer_on(statistic: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A layer reads a statistic of the batch, and all examples read what it gives."""
+    return lambda m, x: m.last(torch.tanh(m.first(x) + m.between(statistic(x)))).square().sum(1)
+
+
+def bare_times(statistic: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A bare parameter times a statistic of the batch: what enters at boundaries is compared too."""
+    return lambda m, x: m.last(torch.tanh(m.first(x)) + m.bare[0] * statistic(x).mean()).square().sum(1)
+
+
+# Half of the rows are overwritten by one row, not reversed; one of two rows by the other, not exchanged with it.
+READ: dict[str, tuple[Callable[..., Tensor], int]] = {
+    **{f"a layer reads the {name}": (layer_on(f), EXAMPLES) for name, f in STATISTICS.items()},
+    "a layer reads the mean of two": (layer_on(STATISTICS["mean"]), 2),
+    **{f"a bare parameter times the {name}": (bare_times(f), EXAMPLES) for name, f in STATISTICS.items()},
+}
+TRAPS += [
+    Program(name, lambda form=form: Free(form), alike(examples), last_losses, "RR")
+    for name, (form, examples) in READ.items()
+]
 
 
 @trap("RR")
@@ -361,20 +352,3 @@ class PackedTexts(nn.Module):
 def packed_sorted_texts_with_positions() -> tuple[Any, ...]:
     """Half of the rows are overwritten such that sorted lengths stay sorted."""
     return PackedTexts, lambda number: (torch.randint(9, (4, 7)), torch.tensor([7, 5, 4, 2]))
-
-
-class ReadsItsWeight(nn.Module):
-    """A layer's weight is read outside of the layer as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(IN, IN), nn.Linear(IN, OUT)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(self.first.weight.sum(0) * x)))
-
-
-@trap("EE")
-def a_layers_weight_is_read_outside_of_it() -> tuple[Any, ...]:
-    """A use of a parameter counts once: by the layer's rule, or by its edge outside of layers."""
-    return ReadsItsWeight, alike()
