@@ -11,12 +11,10 @@ from honest_programs import (
     RAGGED,
     WITHOUT_BATCH_DIM,
     WITHOUT_BATCH_INDEX,
-    ZOO,
     random_program,
 )
 from law_checks import assert_exact, assert_within_rounding
 from outside_programs import OUTSIDE
-from zoo.measuring import in_double
 
 MODELS = (*EXPERTS, *NETWORKS, *RAGGED, *WITHOUT_BATCH_DIM, *WITHOUT_BATCH_INDEX)
 # Weights that are cast where parameters are of float32.
@@ -71,12 +69,3 @@ def test_in_float32(program):
 @pytest.mark.one_in(4)
 def test_in_bfloat16(program):
     assert_within_rounding(program, 0, torch.bfloat16)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the libraries' own
-@pytest.mark.parametrize("program", ZOO, ids=str)
-def test_models_of_libraries(program):
-    pytest.importorskip(ZOO[program].replace("-", "_"))
-    with in_double():
-        assert_exact(program, 0, torch.float64)

@@ -29,12 +29,6 @@ def linear(draw):
 
 
 @st.composite
-def bilinear(draw):
-    one, two, between, bias = draw(small), draw(small), draw(positions), draw(st.booleans())
-    return layer("Bilinear", one, two, draw(small), bias=bias), normal(*between, one), normal(*between, two)
-
-
-@st.composite
 def convolution(draw):
     dims, groups = draw(few), draw(few)
     axes = range(dims)
@@ -76,37 +70,11 @@ def layer_norm(draw):
 
 
 @st.composite
-def group_norm(draw):
-    groups, each = draw(few), draw(st.integers(2, 3))
-    return layer("GroupNorm", groups, groups * each), normal(groups * each, *draw(positions))
-
-
-@st.composite
-def instance_norm(draw):
-    dims, channels = draw(few), draw(small)
-    size = [draw(st.integers(2, 4)) for _ in range(dims)]
-    return layer(f"InstanceNorm{dims}d", channels, affine=True), normal(channels, *size)
-
-
-@st.composite
-def embedding(draw):
-    rows = draw(st.integers(1, 6))
-    padding = draw(st.none() | st.integers(-rows, rows - 1))
-    return layer("Embedding", rows, draw(small), padding_idx=padding), indices(rows, *draw(positions))
-
-
-@st.composite
 def bag(draw):
     rows, mode = draw(st.integers(1, 6)), draw(choice("sum", "mean", "max"))
     padding = draw(st.none() | st.integers(-rows, rows - 1))
     build = layer("EmbeddingBag", rows, draw(small), padding_idx=padding, mode=mode)
     return build, indices(rows, draw(st.integers(1, 8)))
-
-
-@st.composite
-def prelu(draw):
-    channels, several = draw(small), draw(st.booleans())
-    return layer("PReLU", channels if several else 1), normal(channels, *draw(positions))
 
 
 @st.composite
@@ -127,8 +95,7 @@ def attention(draw):
     return partial(case_models.attention, **options), query, key, key
 
 
-FAMILIES = [linear, bilinear, convolution, transposed, layer_norm, group_norm, instance_norm, embedding, bag, prelu,
-            recurrent, attention]  # fmt: skip
+FAMILIES = [linear, convolution, transposed, layer_norm, bag, recurrent, attention]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)

@@ -186,12 +186,6 @@ def test_a_missing_extra_is_one_line(capsys, monkeypatch, tmp_path, extra):
     assert message == f'ghostclip: {extra} is not installed; run in a checkout: pip install ".[cli]"\n'
 
 
-def test_a_full_disk_is_reported_before_training(capsys, monkeypatch, tmp_path):
-    usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(ghostclip.report.shutil, "disk_usage", lambda path: usage)
-    assert "has 1000 bytes left" in mistake(capsys, "train", "--report", tmp_path)
-
-
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import expert_models
 import ragged_models
@@ -22,8 +21,6 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[2] / "experiments"))
 
 from fuzzing.subjects import Subject, draw_subject
-from zoo import SUBJECTS
-from zoo.measuring import replaced
 
 # Rows of ragged examples in each batch.
 SIZES = (
@@ -68,22 +65,10 @@ def _network(name: str) -> Program:
     return Program(name, build, lambda number: (inputs(EXAMPLES[number]),), lambda model, x: project(model(x)))
 
 
-def _of_a_library(subject: Any) -> Program:
-    def build() -> torch.nn.Module:
-        model = subject.ready()
-        model.train(subject.trains)
-        return replaced(subject, model)
-
-    wrap = {name: value for name, value in subject.wrap.items() if name != "replace"}
-    return Program(subject.name, build, lambda number: (subject.batch(4),), subject.losses, wrap=wrap)
-
-
 LAYERS = tuple(_layer(case) for case in CASES)
 EXPERTS = tuple(_expert(name, time_first) for name in expert_models.WAYS for time_first in (False, True))
 NETWORKS = tuple(_network(name) for name in real_models.MODELS)
 RAGGED = tuple(_ragged(name) for name in ragged_models.CASES)
-# {program: the library that its code comes from}
-ZOO = {_of_a_library(subject): subject.library for subject in SUBJECTS if not subject.refused}
 # Whose rows are whose is measured: neither `batch_dim` nor `batch_index` is needed.
 WITHOUT_BATCH_DIM = tuple(
     replace(each, name=f"{each.name} without batch_dim", wrap={}) for each in (*LAYERS, *EXPERTS) if each.wrap

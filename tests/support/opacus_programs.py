@@ -77,7 +77,6 @@ def pictures(examples: int) -> TensorDataset:
 MODELS: dict[str, tuple[Callable[[Any], nn.Module], Callable[[int], Dataset], Any]] = {
     "images": (images, pictures, None),
     "characters": (lambda layers: Characters(layers.DPLSTM), Names, padded),
-    "gated characters": (lambda layers: Characters(layers.DPGRU), Names, padded),
     "words": (lambda _: Words(), Names, padded),
 }
 

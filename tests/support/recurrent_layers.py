@@ -3,7 +3,6 @@
 import torch
 
 from ghostclip.nn import rnn
-from ghostclip.nn.base import PROBE
 
 T, B, I, H = 5, 3, 4, 6
 KINDS = {
@@ -67,38 +66,3 @@ def assert_all_close(found, expected, tolerance=1e-10):
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape
         assert (a - b).norm() <= tolerance * b.norm()
-
-
-def calls_behind(*results):
-    """The captured calls in the graph, found by walking it."""
-    found, seen, stack = [], set(), [result.grad_fn for result in results]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if getattr(node, "call", None) is not None:
-            found.append(node.call)
-        stack += [following for following, _ in node.next_functions]
-    return found
-
-
-def first_pass(loss, results):
-    """What the sink gets in a backward that goes to the gates only, by call: {call: (inputs, grad)}."""
-    told = {}
-    calls = calls_behind(*results)
-    for call in calls:
-        call.sink = lambda call, inputs, grad: told.update({call: (inputs, grad)})
-    assert torch.autograd.grad(loss, PROBE, retain_graph=True, allow_unused=True) == (None,)
-    for call in calls:
-        call.sink = None
-    return told
-
-
-def per_example(told):
-    """{parameter name: [B, *shape]} by the rule of the layer that called the sink."""
-    return {
-        name: call.term(name, inputs, grad).per_example()
-        for call, (inputs, grad) in told.items()
-        for name in call.parameters
-    }
