@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from case_fallback import with_parameters
-from case_models import Wired
+from case_models import By, Wired
 from case_types import project
 from law_programs import Program
 from torch import Tensor, nn
@@ -37,36 +37,12 @@ def projected(model: nn.Module, *inputs: Any) -> Tensor:
     return project(model(*inputs))
 
 
-class Curved(nn.Module):
-    """Entry by entry, with the parameter used twice."""
-
-    def forward(self, weight):
-        return 0.3 * torch.exp(weight) - torch.tanh(weight)
-
-
-class Rounded(nn.Module):
-    """A straight-through estimator by detach."""
-
-    def forward(self, weight):
-        return weight + (weight.round() - weight).detach()
-
-
-class Masked(nn.Module):
-    """A mask of one entry for each column."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mask", torch.linspace(0, 1, 5))
-
-    def forward(self, weight):
-        return weight * self.mask
-
-
-class Divided(nn.Module):
-    """A curve of it over its largest row's length."""
-
-    def forward(self, weight):
-        return torch.exp(weight) / weight.square().sum(1).sqrt().amax()
+# Of the weight: entry by entry, with the parameter used twice; a straight-through estimator; a mask of each column; a
+# curve of it over its largest row's length.
+CURVED = By(lambda weight: 0.3 * torch.exp(weight) - torch.tanh(weight))
+ROUNDED = By(lambda weight: weight + (weight.round() - weight).detach())
+MASKED = By(lambda weight: weight * torch.linspace(0, 1, 5).to(weight))
+DIVIDED = By(lambda weight: torch.exp(weight) / weight.square().sum(1).sqrt().amax())
 
 
 class LowRank(nn.Module):
@@ -82,17 +58,6 @@ class LowRank(nn.Module):
 
 def checkpointed(m, x):
     return checkpoint(m.layer, x, use_reentrant=False)
-
-
-class Twice(nn.Module):
-    """One layer, called twice."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(torch.tanh(self.layer(x)))
 
 
 def parametrized(layer, parametrization, name="weight"):
@@ -119,15 +84,17 @@ LINEAR = {
     "weight_norm of the whole": lambda: parametrizations.weight_norm(nn.Linear(5, 8), dim=None),
     "weight_norm of both": lambda: parametrizations.weight_norm(parametrizations.weight_norm(nn.Linear(5, 8)), "bias"),
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(5, 8)),
-    "quotient of a curve": lambda: parametrized(nn.Linear(5, 8), Divided()),
-    "masked columns": lambda: parametrized(nn.Linear(5, 8), Masked()),
-    "masked after a curve": lambda: parametrized(parametrized(nn.Linear(5, 8), Curved()), Masked()),
+    "quotient of a curve": lambda: parametrized(nn.Linear(5, 8), DIVIDED),
+    "masked columns": lambda: parametrized(nn.Linear(5, 8), MASKED),
+    "masked after a curve": lambda: parametrized(parametrized(nn.Linear(5, 8), CURVED), MASKED),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(5, 8)),
     "pruned": lambda: pruned(nn.Linear(5, 8)),
-    "straight-through": lambda: parametrized(nn.Linear(5, 8), Rounded()),
-    "entry by entry": lambda: parametrized(nn.Linear(5, 8), Curved()),
+    "straight-through": lambda: parametrized(nn.Linear(5, 8), ROUNDED),
+    "entry by entry": lambda: parametrized(nn.Linear(5, 8), CURVED),
     "low rank": low_rank,
-    "called twice": lambda: nn.Sequential(Twice(parametrizations.weight_norm(nn.Linear(5, 5))), nn.Linear(5, 8)),
+    "called twice": lambda: nn.Sequential(
+        *[parametrizations.weight_norm(nn.Linear(5, 5)), nn.Tanh()] * 2, nn.Linear(5, 8)
+    ),
     "checkpointed": lambda: Wired(checkpointed, layer=parametrizations.weight_norm(nn.Linear(5, 8))),
 }
 POSITIONS = {
@@ -135,7 +102,7 @@ POSITIONS = {
     "weight_norm in groups": lambda: convolution(parametrizations.weight_norm, groups=2),
     "spectral_norm of a convolution": lambda: convolution(parametrizations.spectral_norm),
     "pruned convolution": lambda: convolution(pruned),
-    "straight-through convolution": lambda: convolution(lambda layer: parametrized(layer, Rounded())),
+    "straight-through convolution": lambda: convolution(lambda layer: parametrized(layer, ROUNDED)),
 }
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from case_fallback import with_parameters
+from case_models import Wired
 from law_programs import Program
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,6 +25,57 @@ WIDTH, INSIDE, STATES, WORDS = 5, 6, 3, 9
 
 def vectors(number: int) -> tuple[Tensor]:
     return (torch.randn(EXAMPLES[number], WIDTH),)
+
+
+def parameters_outside_of_layers(m: Any, x: Tensor) -> Tensor:
+    """A matrix used twice, a temperature, a scale, a first token."""
+    h = torch.einsum("btd,d->btd", x @ (m.matrix * m.temperature.exp()), m.scale)
+    h = torch.cat([m.token.expand(len(x), 1, INSIDE), h], 1)
+    return torch.softmax(h @ m.matrix.T, -1)[:, 0]
+
+
+def bare_matrices() -> nn.Module:
+    shapes = {"matrix": (WIDTH, INSIDE), "scale": (INSIDE,), "temperature": (), "token": (1, INSIDE)}
+    return with_parameters(parameters_outside_of_layers, shapes)
+
+
+def minus_log_probability(m: Any, ids: Tensor) -> Tensor:
+    """Of each text by a hidden Markov model; emissions are read outside of the loop and in it."""
+    emit, move = m.emit.log_softmax(1), m.move.log_softmax(1)
+    outside = emit.T[ids]
+    alpha = m.start.log_softmax(0) + outside[:, 0]
+    for place in range(1, ids.shape[1]):
+        alpha = (alpha[:, :, None] + move).logsumexp(1) + emit[:, ids[:, place]].T
+    return -alpha.logsumexp(1)
+
+
+def hidden_markov_model() -> nn.Module:
+    shapes = {"emit": (STATES, WORDS), "move": (STATES, STATES), "start": (STATES,)}
+    return with_parameters(minus_log_probability, shapes)
+
+
+def with_positions(m: Any, ids: Tensor) -> Tensor:
+    """A table of positions and a bare parameter of them, cut to the length of the text."""
+    length = ids.shape[1]
+    h = m.words(ids) + m.places(torch.arange(length)) + m.bare[:length]
+    return m.head(torch.tanh(h).mean(1))
+
+
+def positions(most: int) -> nn.Module:
+    parts = {"words": nn.Embedding(WORDS, INSIDE), "places": nn.Embedding(most, INSIDE), "head": nn.Linear(INSIDE, 3)}
+    return with_parameters(with_positions, {"bare": (most, INSIDE)}, **parts)
+
+
+def on_packed_data(m: Any, ids: Tensor, lengths: Tensor) -> Tensor:
+    """Layers on ``packed.data``, whose rows are time first and leave padding out."""
+    packed = pack_padded_sequence(ids, lengths, batch_first=True, enforce_sorted=False)
+    rows = torch.tanh(m.layer(m.words(packed.data)))
+    return m.head(m.rnn(PackedSequence(rows, *packed[1:]))[1][0][-1])
+
+
+def packed_layers() -> nn.Module:
+    parts = {"words": nn.Embedding(WORDS, WIDTH), "layer": nn.Linear(WIDTH, WIDTH), "rnn": nn.LSTM(WIDTH, 4)}
+    return Wired(on_packed_data, **parts, head=nn.Linear(4, 2))
 
 
 def in_any_order(number: int) -> tuple[Tensor, Tensor]:
@@ -83,20 +136,6 @@ def pooled_by_index(members: Tensor, x: Tensor) -> Tensor:
     return x.new_zeros(len(members), x.shape[1]).index_add(0, members.argmax(0), x) / members.sum(1)[:, None]
 
 
-class Positions(nn.Module):
-    """A table of positions and a bare parameter of them, cut to the length of the text."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, INSIDE), nn.Embedding(most, INSIDE)
-        self.bare, self.head = nn.Parameter(torch.randn(most, INSIDE)), nn.Linear(INSIDE, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        length = ids.shape[1]
-        h = self.words(ids) + self.places(torch.arange(length)) + self.bare[:length]
-        return self.head(torch.tanh(h).mean(1))
-
-
 class Layers(nn.Module):
     """Two layers and a normalization, put together by a function."""
 
@@ -146,55 +185,9 @@ def next_words() -> nn.Module:
     return nn.Sequential(nn.Embedding(WORDS, INSIDE), nn.Linear(INSIDE, INSIDE), nn.Tanh(), nn.Linear(INSIDE, WORDS))
 
 
-class PackedLayers(nn.Module):
-    """Layers on ``packed.data``, whose rows are time first and leave padding out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.layer = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.rnn, self.head = nn.LSTM(WIDTH, 4, batch_first=True), nn.Linear(4, 2)
-
-    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(ids, lengths, batch_first=True, enforce_sorted=False)
-        rows = torch.tanh(self.layer(self.words(packed.data)))
-        _, (h, _) = self.rnn(PackedSequence(rows, *packed[1:]))
-        return self.head(h[-1])
-
-
 def texts_of_lengths(number: int) -> tuple[Tensor, Tensor]:
     (ids,) = words(number)
     return ids, torch.randint(1, ids.shape[1] + 1, (len(ids),))
-
-
-class BareMatrices(nn.Module):
-    """Parameters outside of layers: a matrix used twice, a temperature, a scale, a first token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix, self.scale = nn.Parameter(torch.randn(WIDTH, INSIDE)), nn.Parameter(torch.randn(INSIDE))
-        self.temperature, self.token = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.randn(1, INSIDE))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.einsum("btd,d->btd", x @ (self.matrix * self.temperature.exp()), self.scale)
-        h = torch.cat([self.token.expand(len(x), 1, INSIDE), h], 1)
-        return torch.softmax(h @ self.matrix.T, -1)[:, 0]
-
-
-class HiddenMarkov(nn.Module):
-    """Minus the log probability of each text; emissions are read outside of the loop and in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emit, self.move = nn.Parameter(torch.randn(STATES, WORDS)), nn.Parameter(torch.randn(STATES, STATES))
-        self.start = nn.Parameter(torch.randn(STATES))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        emit, move = self.emit.log_softmax(1), self.move.log_softmax(1)
-        outside = emit.T[ids]
-        alpha = self.start.log_softmax(0) + outside[:, 0]
-        for place in range(1, ids.shape[1]):
-            alpha = (alpha[:, :, None] + move).logsumexp(1) + emit[:, ids[:, place]].T
-        return -alpha.logsumexp(1)
 
 
 def _graphs(name: str, pool: Callable[[Tensor, Tensor], Tensor], sizes: Sequence[Sequence[int]]) -> Program:
@@ -206,15 +199,15 @@ DIFFICULT = (
     _graphs("graphs pooled by a matrix", pooled_by_matrix, GRAPHS),
     _graphs("graphs pooled by a mask", pooled_by_mask, GRAPHS),
     _graphs("graphs of as many nodes in all", pooled_by_matrix, SAME_NUMBER),
-    Program("four positions", lambda: Positions(4), four_words),
-    Program("positions of several lengths", lambda: Positions(8), words),
+    Program("four positions", lambda: positions(4), four_words),
+    Program("positions of several lengths", lambda: positions(8), words),
     Program("time first layers", lambda: Layers(time_first), sequences),
     Program("flattened time first", lambda: Layers(flattened_time_first), sequences),
     Program("a loss flattens time first", next_words, words, losses_flattened_time_first),
     Program("one by one", lambda: Layers(one_by_one), vectors),
     Program("rows permuted at random", lambda: Layers(reordered), in_any_order),
-    Program("packed data", PackedLayers, texts_of_lengths),
-    Program("bare matrices", BareMatrices, sequences),
-    Program("hidden Markov model", HiddenMarkov, words, last_losses),
+    Program("packed data", packed_layers, texts_of_lengths),
+    Program("bare matrices", bare_matrices, sequences),
+    Program("hidden Markov model", hidden_markov_model, words, last_losses),
     Program("masked words", lambda: Layers(masked), sequences, last_losses),
 )

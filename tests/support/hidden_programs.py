@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from difficult_programs import Layers
 from law_programs import Program
 from torch import Tensor, nn
 from trap_programs import IN, OUT, WIDTH, Two, alike, trap, vectors
@@ -64,23 +65,17 @@ def a_layer_is_given_what_all_examples_share() -> tuple[Any, ...]:
     return lambda: Two(lambda m, h: h, torch.ones(6, WIDTH)), alike(), losses
 
 
-class InThree(nn.Module):
+def in_three(m: Layers, x: Tensor) -> Tensor:
     """A layer on rows [T * B] that are taken for those of three steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(IN, WIDTH), nn.Linear(WIDTH, OUT)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self.first(x).transpose(0, 1).reshape(-1, WIDTH)
-        h = self.second(rows.tanh().view(3, -1, WIDTH)).reshape(-1, OUT)
-        return h.view(x.shape[1], len(x), OUT).transpose(0, 1)
+    rows = m.first(x).transpose(0, 1).reshape(-1, WIDTH)
+    h = m.second(rows.tanh().view(3, -1, WIDTH)).reshape(-1, 2)
+    return h.view(x.shape[1], len(x), 2).transpose(0, 1)
 
 
 @trap("EEEEE", HIDDEN)
 def a_reshape_takes_other_rows_together_at_another_size() -> tuple[Any, ...]:
     """Reshapes of another size are looked at."""
-    return InThree, lambda number: (torch.randn(4, (3, 3, 6, 3, 6)[number], IN),)
+    return lambda: Layers(in_three), lambda number: (torch.randn(4, (3, 3, 6, 3, 6)[number], IN),)
 
 
 @trap("EERER", HIDDEN)

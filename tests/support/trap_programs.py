@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from case_models import Wired
 from difficult_programs import Layers, StackedGraphs, graphs, last_losses, pooled_by_mask, pooled_by_matrix, reordered
 from free_programs import Free
 from law_programs import Program, squares
@@ -334,21 +335,17 @@ def a_bare_parameter_times_the_mean_given_by_the_loss() -> tuple[Any, ...]:
     return lambda: Two(lambda m, h, mean: h + m.bare * mean, torch.ones(WIDTH)), alike(), losses
 
 
-class PackedTexts(nn.Module):
-    """Packed sequences of words with a table of positions."""
+def packed_texts(m: nn.Module, ids: Tensor, lengths: Tensor) -> Tensor:
+    packed = nn.utils.rnn.pack_padded_sequence(m.words(ids) + m.places(torch.arange(7)), lengths, batch_first=True)
+    return m.head(m.rnn(packed)[1][0][-1])
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(9, WIDTH), nn.Embedding(7, WIDTH)
-        self.rnn, self.head = nn.LSTM(WIDTH, 4, batch_first=True), nn.Linear(4, 2)
 
-    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        h = self.words(ids) + self.places(torch.arange(7))
-        packed = nn.utils.rnn.pack_padded_sequence(h, lengths, batch_first=True)
-        return self.head(self.rnn(packed)[1][0][-1])
+def texts_with_positions() -> nn.Module:
+    tables = {"words": nn.Embedding(9, WIDTH), "places": nn.Embedding(7, WIDTH)}
+    return Wired(packed_texts, **tables, rnn=nn.LSTM(WIDTH, 4), head=nn.Linear(4, 2))
 
 
 @trap("EE")
 def packed_sorted_texts_with_positions() -> tuple[Any, ...]:
     """Half of the rows are overwritten such that sorted lengths stay sorted."""
-    return PackedTexts, lambda number: (torch.randint(9, (4, 7)), torch.tensor([7, 5, 4, 2]))
+    return texts_with_positions, lambda number: (torch.randint(9, (4, 7)), torch.tensor([7, 5, 4, 2]))
