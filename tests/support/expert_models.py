@@ -70,18 +70,13 @@ def masks(m, h, weights, chosen):
     return found
 
 
-def in_order_of_experts(h, weights, chosen):
-    """Tokens sorted by expert, the inverse of that, how many each expert has, and their weights."""
-    order = chosen.flatten().argsort(stable=True)
-    counts = chosen.flatten().bincount(minlength=EXPERTS).tolist()
-    return h[order // CHOSEN], order.argsort(), counts, weights.flatten()[order].unsqueeze(1)
-
-
 def splits(m, h, weights, chosen):
-    """Sorted, split, joined, and put back by the inverse permutation."""
-    rows, inverse, counts, scale = in_order_of_experts(h, weights, chosen)
-    parts = [F.relu(F.linear(part, m.up[e], m.bias[e])) @ m.down[e] for e, part in enumerate(rows.split(counts))]
-    return (torch.cat(parts) * scale)[inverse].view(len(h), CHOSEN, WIDTH).sum(1)
+    """Tokens sorted by expert, split, joined, and put back by the inverse permutation."""
+    order = chosen.flatten().argsort(stable=True)
+    rows = h[order // CHOSEN].split(chosen.flatten().bincount(minlength=EXPERTS).tolist())
+    parts = [F.relu(F.linear(part, m.up[e], m.bias[e])) @ m.down[e] for e, part in enumerate(rows)]
+    found = torch.cat(parts) * weights.flatten()[order].unsqueeze(1)
+    return found[order.argsort()].view(len(h), CHOSEN, WIDTH).sum(1)
 
 
 def checkpointed(m, h, weights, chosen):
@@ -92,40 +87,24 @@ def checkpointed(m, h, weights, chosen):
 WAYS = {way.__name__: way for way in (layers, matrices, masks, splits, checkpointed)}
 
 
-def misplaced(shift: Callable[[Tensor], Tensor], pick: bool = False) -> Callable:
-    """Rows put back, or picked, where a mistake in the index says."""
+def mistaken(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable:
+    """``change(rows, what an expert makes of them)`` says where these come back, and what comes back."""
 
     def way(m, h, weights, chosen):
         found = torch.zeros_like(h)
         for expert, layer in enumerate(m.layers):
             row, place = torch.where(chosen == expert)
-            other = shift(row)
-            inside = layer(h[other if pick else row]) * weights[row, place, None]
-            found = found.index_add(0, row if pick else other, inside)
+            back, inside = change(row, layer(h[row]))
+            found = found.index_add(0, back, inside * weights[row, place, None])
         return found
 
     return way
 
 
-def one_to_another(row: Tensor) -> Tensor:
-    """The last token of the expert comes back in place of the first."""
-    return torch.cat([row[:-1], row[:1]])
-
-
-def centred_inside(m, h, weights, chosen):
-    """The same with the tokens of one expert."""
-    found = torch.zeros_like(h)
-    for expert, layer in enumerate(m.layers):
-        row, place = torch.where(chosen == expert)
-        inside = layer(h[row])
-        found.index_add_(0, row, (inside - inside.mean(0)) * weights[row, place, None])
-    return found
-
-
 MISTAKES = {
-    "put back at another example": misplaced(one_to_another),
-    "picked from another example": misplaced(one_to_another, pick=True),
-    "centred inside": centred_inside,
+    "put back at another example": mistaken(lambda row, inside: (torch.cat([row[:-1], row[:1]]), inside)),
+    "another example's": mistaken(lambda row, inside: (row, torch.cat([inside[:-1], inside[:1]]))),
+    "centred inside": mistaken(lambda row, inside: (row, inside - inside.mean(0))),
 }
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import oracle
 import torch
+from case_fallback import with_parameters
+from case_models import Wired
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -119,34 +121,28 @@ class GAT(nn.Module):
         return self.head(gathered(h, batch["rows"], len(batch["y"])))
 
 
-class GIN(nn.Module):
+def gin(m, batch):
     """Xu et al. 2019: sums over neighbours, then two linear layers; the weight of the node itself is trained."""
-
-    def __init__(self, width=6):
-        super().__init__()
-        self.words, self.eps = nn.Embedding(WORDS, FEATURES), nn.Parameter(torch.zeros(2))
-        self.first = nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width))
-        self.second = nn.Sequential(nn.Linear(width, width), nn.RMSNorm(width), nn.ReLU(), nn.Linear(width, width))
-        self.head = nn.Linear(width, CLASSES)
-
-    def forward(self, batch):
-        h, (source, target) = self.words(batch["words"]) + batch["x"], batch["edges"]
-        for eps, layer in zip(self.eps, (self.first, self.second), strict=True):
-            h = layer((1 + eps) * h + gathered(h[source], target, len(h)))
-        return self.head(gathered(h, batch["rows"], len(batch["y"])))
+    h, (source, target) = m.words(batch["words"]) + batch["x"], batch["edges"]
+    for eps, layer in zip(m.eps, (m.first, m.second), strict=True):
+        h = layer((1 + eps) * h + gathered(h[source], target, len(h)))
+    return m.head(gathered(h, batch["rows"], len(batch["y"])))
 
 
-class EdgeNet(nn.Module):
+def gin_model(width=6):
+    layers = {
+        "words": nn.Embedding(WORDS, FEATURES),
+        "first": nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width)),
+        "second": nn.Sequential(nn.Linear(width, width), nn.RMSNorm(width), nn.ReLU(), nn.Linear(width, width)),
+    }
+    return with_parameters(gin, {"eps": (2,)}, **layers, head=nn.Linear(width, CLASSES))
+
+
+def edge_net(m, batch):
     """Messages by a layer over edges: rows of two kinds."""
-
-    def __init__(self, width=6):
-        super().__init__()
-        self.node, self.edge, self.head = nn.Linear(FEATURES, width), nn.Linear(2 * width, width), nn.Linear(width, 3)
-
-    def forward(self, batch):
-        h, (source, target) = self.node(batch["x"]).tanh(), batch["edges"]
-        messages = self.edge(torch.cat([h[source], h[target]], 1)).tanh()
-        return self.head(gathered(gathered(messages, target, len(h)), batch["rows"], len(batch["y"])))
+    h, (source, target) = m.node(batch["x"]).tanh(), batch["edges"]
+    messages = m.edge(torch.cat([h[source], h[target]], 1)).tanh()
+    return m.head(gathered(gathered(messages, target, len(h)), batch["rows"], len(batch["y"])))
 
 
 class PackedText(nn.Module):
@@ -174,32 +170,22 @@ class PackedText(nn.Module):
         return gathered(losses, rows, len(batch["y"]))
 
 
-class Windows(nn.Module):
+def windows(m, batch):
     """Images of unlike size as windows [rows, C, H, W]: convolutions in each, of groups and depthwise too."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(1, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=4), nn.ConvTranspose2d(4, 3, 2)
-        )
-        self.scale, self.head = nn.PReLU(3), nn.Linear(3, CLASSES)
-
-    def forward(self, batch):
-        images = batch["x"][:, :4].reshape(-1, 1, 1, 4).expand(-1, 1, 4, 4) * torch.linspace(0.5, 2, 4).view(4, 1)
-        h = self.scale(self.body(images)).mean((2, 3))
-        return self.head(gathered(h, batch["rows"], len(batch["y"])))
+    images = batch["x"][:, :4].reshape(-1, 1, 1, 4).expand(-1, 1, 4, 4) * torch.linspace(0.5, 2, 4).view(4, 1)
+    h = m.scale(m.body(images)).mean((2, 3))
+    return m.head(gathered(h, batch["rows"], len(batch["y"])))
 
 
-class Recurrent(nn.Module):
+def windows_model():
+    convolutions = nn.Conv2d(1, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=4)
+    body = nn.Sequential(*convolutions, nn.ConvTranspose2d(4, 3, 2))
+    return Wired(windows, body=body, scale=nn.PReLU(3), head=nn.Linear(3, CLASSES))
+
+
+def short_sequences(m, batch):
     """A recurrent layer over rows that are short sequences."""
-
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.head = nn.GRU(1, 4, batch_first=True), nn.Linear(4, CLASSES)
-
-    def forward(self, batch):
-        h, _ = self.rnn(batch["x"].unsqueeze(2))
-        return self.head(gathered(h[:, -1], batch["rows"], len(batch["y"])))
+    return m.head(gathered(m.rnn(batch["x"].unsqueeze(2))[0][:, -1], batch["rows"], len(batch["y"])))
 
 
 @dataclass(frozen=True)
@@ -218,12 +204,15 @@ class Case:
 CASES = {
     "gcn": Case(GCN),
     "gat": Case(GAT),
-    "gin": Case(GIN),
-    "edges": Case(EdgeNet, lambda batch: [batch["rows"], batch["rows"][batch["edges"][0]]]),
+    "gin": Case(gin_model),
+    "edges": Case(
+        lambda: Wired(edge_net, node=nn.Linear(FEATURES, 6), edge=nn.Linear(12, 6), head=nn.Linear(6, 3)),
+        lambda batch: [batch["rows"], batch["rows"][batch["edges"][0]]],
+    ),
     "packed text": Case(PackedText),
     "packed text in one sequence": Case(lambda: PackedText(one_sequence=True)),
-    "windows": Case(Windows),
-    "gru": Case(Recurrent),
+    "windows": Case(windows_model),
+    "gru": Case(lambda: Wired(short_sequences, rnn=nn.GRU(1, 4, batch_first=True), head=nn.Linear(4, CLASSES))),
 }
 
 

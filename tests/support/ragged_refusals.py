@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from ragged_models import CASES, EdgeNet, PackedText, graphs, losses
+from case_models import Wired
+from ragged_models import CASES, FEATURES, PackedText, gathered, graphs, losses
 from torch import nn
 
 from ghostclip import GhostClipper
@@ -77,21 +78,15 @@ def clip_later(index: Callable[[dict[str, Any]], Any]) -> None:
 FOLLOW = "compute each loss from its own example"
 
 
+def spread(m: Any, batch: Any) -> torch.Tensor:
+    h, (source, target) = m.first(batch["x"]).tanh(), batch["edges"]
+    h = m.second(h + gathered(h[source], target, len(h))).tanh()
+    return m.head(gathered(h, batch["rows"], len(batch["y"])))
+
+
 def plain() -> nn.Module:
     """Linear layers with a rule alone."""
-
-    class Plain(EdgeNet):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = self.node, nn.Linear(6, 6)
-            del self.edge, self.node
-
-        def forward(self, batch: Any) -> torch.Tensor:
-            h, (source, target) = self.first(batch["x"]).tanh(), batch["edges"]
-            h = self.second(h + torch.zeros_like(h).index_add(0, target, h[source])).tanh()
-            return self.head(h.new_zeros(len(batch["y"]), 6).index_add(0, batch["rows"], h))
-
-    return Plain()
+    return Wired(spread, first=nn.Linear(FEATURES, 6), second=nn.Linear(6, 6), head=nn.Linear(6, 3))
 
 
 def run_with(values: dict[str, torch.Tensor]) -> None:
