@@ -7,6 +7,7 @@ here. What must hold whatever the rounding: norms and clipped sums near the loop
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import oracle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,14 +48,13 @@ def subject(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 def truth(name: str) -> tuple[Tensor, Tensor]:
     """(norms [B], the clipped sum in one vector) by a float32 loop without TensorFloat-32."""
     model, inputs, targets = subject(name)
-    rows = []
     with tensor_float(False):
-        for one in range(len(targets)):
-            loss = WORKLOADS[name].losses(model(inputs[one : one + 1]), targets[one : one + 1]).sum()
-            rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
-    norms = torch.stack([row.norm() for row in rows])
-    weights = (MAX_NORM / norms).clamp(max=1.0)
-    return norms, sum(weight * row for weight, row in zip(weights, rows, strict=True))
+        losses = [
+            WORKLOADS[name].losses(model(inputs[one : one + 1]), targets[one : one + 1]).sum()
+            for one in range(len(targets))
+        ]
+        grads = oracle.grads_of_single_losses(model, torch.stack(losses))
+    return oracle.norms(grads), torch.cat([each.flatten() for each in oracle.clipped_sum(grads, MAX_NORM).values()])
 
 
 def assert_near(name: str, result, model: nn.Module, tolerance: float) -> None:

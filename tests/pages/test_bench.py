@@ -9,7 +9,6 @@ from tiny_bench import TINY, broken, unable
 from ghostclip.bench import CONTENDERS, Contender, Workload, compare, line_up, naive
 from ghostclip.bench.contenders import by_filling_gradients
 from ghostclip.bench.losses import class_losses
-from ghostclip.bench.measure import take_turns
 from ghostclip.bench.reference import flat_weights, loop_norms, loop_sums, relative_error, whole_norms
 
 NONPRIVATE = {"nonprivate": CONTENDERS["nonprivate"]}
@@ -22,23 +21,6 @@ def unclipped(model, losses, max_norm):
         losses(model(inputs), targets).sum().backward()
 
     return add
-
-
-class Clock:
-    """Time that passes only when a turn says so."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-    def turn(self, seconds):
-        def take():
-            self.now += seconds
-            return seconds
-
-        return take
 
 
 def test_every_contender_that_is_there_passes_the_gate():
@@ -100,21 +82,6 @@ def test_relative_error_counts_nan_and_missing_parameters_as_infinite():
     assert relative_error({"w": torch.tensor([1.0, math.nan])}, expected) == math.inf
     assert relative_error({}, expected) == math.inf
     assert relative_error({"w": torch.ones(3)}, expected) == math.inf
-
-
-def test_turns_of_slow_contenders_are_fewer_but_never_none():
-    clock = Clock()
-    turns = {"plain": clock.turn(0.1), "fast": clock.turn(0.2), "slow": clock.turn(3.0), "snail": clock.turn(9.0)}
-    timings = take_turns(turns, 30.0, baseline="plain", clock=clock)
-    counts = {name: len(times) for name, times in timings.seconds.items()}
-    assert counts["plain"] == counts["fast"]
-    assert counts["plain"] == pytest.approx(8 * counts["slow"], abs=8)
-    assert timings.seconds["slow"].keys() > timings.seconds["snail"].keys()
-    assert timings.ratio("slow", "plain").median == pytest.approx(30.0)
-    assert timings.ratio("slow", "fast").median == pytest.approx(15.0)
-    least = take_turns(turns | {"ice": clock.turn(60.0)}, 0.1, baseline="plain", clock=clock)
-    assert len(least.seconds["snail"]) == 3
-    assert len(least.seconds["ice"]) == 1
 
 
 def loss_fn(model, batch):

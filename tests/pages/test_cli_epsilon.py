@@ -1,19 +1,14 @@
-"""ghostclip epsilon and calibrate with every sampling scheme; the curve as a plot, and the forecast of a report."""
+"""ghostclip epsilon with every sampling scheme."""
 
 import pytest
 from commands import as_json, ran
 
 from ghostclip import accounting
-from ghostclip.cli.methods import Settings
-from ghostclip.cli.summary import with_forecast
-from ghostclip.report import PrivacyCurve
-from ghostclip.report.plots import epsilon_plot
 
 NOISE = ["--noise-multiplier", "4"]
 COUNTED = ["--examples", "600", "--batch-size", "60", "--epochs", "2"]
 FIXED = ["--sampling", "without_replacement", "--neighboring", "replace_one"]
 TRUNCATED = ["--sampling", "truncated", "--max-batch-size", "90"]
-PNG = b"\x89PNG\r\n"
 
 
 @pytest.mark.parametrize(
@@ -46,25 +41,3 @@ def test_risk_bounds_membership_attacks(capsys):
     }
     assert ran(capsys, "epsilon", *NOISE, *COUNTED, "--risk").splitlines()[-1] == f"membership attacks: {bound}"
     assert "advantage" not in as_json(capsys, "epsilon", *NOISE, *COUNTED)
-
-
-def settings(**changes) -> Settings:
-    """Of a run of 20 steps of rate 0.1."""
-    known = {
-        "model": "mlp", "method": "cached", "epochs": 2, "batch_size": 60, "max_physical_batch_size": None,
-        "learning_rate": 0.1, "optimizer": "sgd", "max_norm": 1.0, "delta": 1e-5, "seed": 0, "target_epsilon": None,
-        "noise_multiplier": 4.0,
-    }  # fmt: skip
-    return Settings(**{**known, **changes})
-
-
-def test_a_forecast_goes_on_where_the_run_ended():
-    once = {"noise_multiplier": 4.0, "sample_rate": 0.1, "delta": 1e-5, "accountant": "rdp"}
-    curve = PrivacyCurve([0, 20], {"RDP": [0.0, accounting.epsilon(steps=20, **once)]}, 1e-5)
-    found = with_forecast(curve, settings(), 600)
-    assert found.forecast_steps[0] == 20
-    assert found.forecast_steps[-1] == 40
-    assert found.forecasts["RDP"][0] == curve.epsilons["RDP"][-1]
-    assert found.forecasts["RDP"][-1] == accounting.epsilon(steps=40, **once)
-    forecast = (found.forecast_steps, found.forecasts)
-    assert epsilon_plot(found.steps, found.epsilons, 1e-5, 2.0, forecast).startswith(PNG)

@@ -1,8 +1,5 @@
 """The fuzzer: fixed cases pass, a case is its seed's, planted bugs are found, and what it writes adds up."""
 
-import json
-from collections import Counter
-
 import pytest
 import torch
 from scripts import script
@@ -10,7 +7,6 @@ from scripts import script
 fuzz = script("fuzz")
 
 from fuzzing import settings, work  # noqa: E402
-from fuzzing.outcome import Outcome  # noqa: E402
 
 SEEDS = range(24)
 PAIRS = [seed for seed in SEEDS if seed % work.PAIRS_EVERY == 0]
@@ -50,15 +46,3 @@ def test_a_planted_bug_is_found_by_pairs(monkeypatch):
 
 def test_every_decision_that_is_forced_is_there():
     assert settings.missing_knobs() == []
-
-
-def test_outcomes_are_added_up_and_runs_written_one_behind_the_other(tmp_path, monkeypatch, capsys):
-    cases = [Outcome(seed, counts=Counter(batches=2, pairs=1), worst_error={"float32": 1e-6}) for seed in (5, 6)]
-    cases[1].findings.append("off by much")
-    monkeypatch.setattr(fuzz, "outcomes", lambda seed, seconds, processes: iter(cases))
-    for _ in range(2):
-        assert fuzz.main(["--seed", "5", "--out", str(tmp_path)]) == 1
-    runs = json.loads((tmp_path / "fuzz.json").read_text())["runs"]
-    assert [(run["batches"], run["pairs"], run["found"]) for run in runs] == [(4, 2, 1)] * 2
-    assert "8 clipped batches, 4 neighbouring pairs and 0 neighbouring data sets" in (tmp_path / "fuzz.md").read_text()
-    assert "--only 6: off by much" in capsys.readouterr().out

@@ -12,7 +12,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
 
-from scripts import ran, script
 
 from experiments.integrations import kills
 from experiments.integrations.loops import GROUPED, process_group
@@ -66,12 +65,3 @@ def test_a_framework_that_charges_too_late_is_noticed(tmp_path: Path, monkeypatc
     work, block = kills.FRAMEWORKS["Lightning"]
     with pytest.raises(Broken, match="releases"):
         kills.killed(work, block, 3, seed=1)
-
-
-@pytest.mark.slow
-def test_epsilon_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = script("epsilon_at_every_step")
-    monkeypatch.setattr(module, "SETTINGS", module.SETTINGS[:1])
-    (row,) = ran(module, tmp_path, "--steps", "100")[0]["rows"]
-    assert 0 <= row["lowest"] <= row["highest"] < 1e-3
-    assert row["later"]["median"] < row["first"]

@@ -51,6 +51,14 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
+def tables(page: str) -> list[list[list[str]]]:
+    """The cells of every table, row by row."""
+    return [
+        [re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in re.findall("<tr.*?>(.*?)</tr>", table, re.DOTALL)]
+        for table in re.findall("<table.*?>(.*?)</table>", page, re.DOTALL)
+    ]
+
+
 def decoded(png: bytes) -> tuple[int, int]:
     """Width and height of a PNG."""
     height, width, *_ = image.imread(io.BytesIO(png), format="png").shape
