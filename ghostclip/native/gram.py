@@ -28,7 +28,7 @@ def _two_vectors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 @traceable("half_gram(Tensor left, Tensor right) -> (Tensor, Tensor)", _two_vectors)
 def half_gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """As `ghostclip.norms.outer.gram`, for left [B, T, p] and right [B, T, d] on the CPU."""
-    left, right = (side if side.stride(2) == 1 else side.contiguous() for side in (left, right))
+    left, right = [side if side.stride(2) == 1 else side.contiguous() for side in (left, right)]
     batch, positions, outputs = left.shape
     inputs = right.shape[2]
     squared, scale = _two_vectors(left, right)

@@ -44,7 +44,7 @@ def rounding_margin(absolute: Sequence[Tensor]) -> Tensor:
     Args:
         absolute: `PerExampleGrads.absolute` [B] of every term of the norm that has one; at least one.
     """
-    eps = max(torch.finfo(each.dtype).eps for each in absolute)
+    eps = max([torch.finfo(each.dtype).eps for each in absolute])
     return torch.stack(list(absolute)).sum(0).sqrt_().mul_(MARGIN / 2 * eps)
 
 
