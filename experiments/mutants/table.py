@@ -2177,8 +2177,8 @@ OF_COMPANY = [
     Mutant(
         "losses that float32 rounded are refused",
         MIXING_TEST,
-        "or not self._repeats(test) or self._is_rounding(test):",
-        "or not self._repeats(test):",
+        "if not self._repeats(test) or self._is_rounding(test):",
+        "if not self._repeats(test):",
         (*COLLATED, "-k", "differences"),
     ),
     Mutant(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.errors import GradientLeakError
-from ghostclip.sharding.detection import local_part
+from ghostclip.sharding.plain import local_part
 
 __all__ = ["GradientGuard", "with_hook"]
 

@@ -10,7 +10,7 @@ import torch
 from ghostclip.clipper.gradient_guard import with_hook
 from ghostclip.clipper.second_pass import Add, TwoPasses
 from ghostclip.errors import RowsMovedError
-from ghostclip.sharding.detection import is_distributed
+from ghostclip.sharding.plain import is_distributed
 
 __all__ = ["add_to_gradients"]
 

@@ -26,8 +26,8 @@ from ghostclip.errors import PrivacyError
 from ghostclip.noise import Noise
 from ghostclip.noise.cipher import KEY_BYTES
 from ghostclip.noise.release import flat, on_flat
-from ghostclip.sharding.detection import check_sharding, is_distributed, is_fully_sharded, mesh_group
-from ghostclip.sharding.plain import Sharding
+from ghostclip.sharding.detection import check_sharding, is_fully_sharded, mesh_group
+from ghostclip.sharding.plain import Sharding, is_distributed
 
 __all__ = ["Ranks", "keep_unsynchronised", "ranks_of"]
 

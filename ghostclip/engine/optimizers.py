@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from ghostclip.engine.update_check import held_parameters
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.sharding.detection import reshard
 from ghostclip.wrap import check_module
 
-__all__ = ["check_optimizer", "held_parameters", "unwrapped", "with_closure"]
+__all__ = ["check_optimizer", "unwrapped", "with_closure"]
 
 # Packages that put an optimizer into a wrapper, whose step calls the optimizer's own.
 WRAPPING = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
@@ -51,28 +52,6 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     held = held_parameters(set(model.parameters()), optimizer)
     if not any(parameter.requires_grad for parameter in held):
         raise ValueError("the optimizer holds no trainable parameter of the model, so there is nothing to train")
-
-
-def held_parameters(owned: Set[nn.Parameter], optimizer: Optimizer) -> dict[nn.Parameter, None]:
-    """The optimizer's parameters, in its order.
-
-    Args:
-        owned: the model's parameters.
-
-    Raises:
-        PrivacyError: one of them isn't the model's; its gradient would be neither clipped nor noisy.
-    """
-    held: dict[nn.Parameter, None] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter not in owned:
-                raise PrivacyError(
-                    f"the optimizer holds a parameter of shape {list(parameter.shape)} (group {number}) that the model "
-                    "doesn't own, so its gradient would be neither clipped nor noisy; build the optimizer from "
-                    "model.parameters() once the model is complete, and give other parameters another optimizer"
-                )
-            held[parameter] = None
-    return held
 
 
 def with_closure(

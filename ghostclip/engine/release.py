@@ -14,17 +14,17 @@ from ghostclip.engine.adaptation import Adaptation, adapts
 from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.loss_scaling import SCALED, LossScaling, show_scaling
 from ghostclip.engine.micro_batching import MicroBatches
-from ghostclip.engine.optimizers import held_parameters, with_closure
+from ghostclip.engine.optimizers import with_closure
 from ghostclip.engine.readable import ReadableExamples
 from ghostclip.engine.sums import ClippedSums
 from ghostclip.engine.terms import Terms
-from ghostclip.engine.update_check import UpdateCheck
+from ghostclip.engine.update_check import UpdateCheck, held_parameters
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.noise import Noise
 from ghostclip.sampling import BatchState, LogicalBatch
 from ghostclip.self_check import SelfCheck
-from ghostclip.sharding.detection import is_distributed
+from ghostclip.sharding.plain import is_distributed
 from ghostclip.traces import StepTrace
 
 __all__ = ["Release", "refuse_second_engine"]

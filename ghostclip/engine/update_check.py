@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from ghostclip.errors import PrivacyError, UnsupportedModelError
 from ghostclip.sharding.detection import check_sharding, is_fully_sharded
 from ghostclip.sharding.plain import Sharding
 
-__all__ = ["UpdateCheck"]
+__all__ = ["UpdateCheck", "held_parameters"]
 
 
 class UpdateCheck:
@@ -133,3 +135,25 @@ class UpdateCheck:
                     "values into parameters instead, or call engine.detach() and build optimizer and engine anew, with "
                     "the same ledger=... so that both count"
                 )
+
+
+def held_parameters(owned: Set[nn.Parameter], optimizer: Optimizer) -> dict[nn.Parameter, None]:
+    """The optimizer's parameters, in its order.
+
+    Args:
+        owned: the model's parameters.
+
+    Raises:
+        PrivacyError: one of them isn't the model's; its gradient would be neither clipped nor noisy.
+    """
+    held: dict[nn.Parameter, None] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in owned:
+                raise PrivacyError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} (group {number}) that the model "
+                    "doesn't own, so its gradient would be neither clipped nor noisy; build the optimizer from "
+                    "model.parameters() once the model is complete, and give other parameters another optimizer"
+                )
+            held[parameter] = None
+    return held

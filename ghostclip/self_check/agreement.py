@@ -18,8 +18,7 @@ from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.errors import VerificationError
 from ghostclip.norms.reduce import all_finite
 from ghostclip.norms.term import to_float32
-from ghostclip.sharding.detection import local_part
-from ghostclip.sharding.plain import Sharding
+from ghostclip.sharding.plain import Sharding, local_part
 
 __all__ = ["gradients_agree", "untrained"]
 

@@ -100,7 +100,7 @@ class SelfCheck:
         try:
             some = self._some(physical.examples, rows, larger, min(most or rows.units, rows.units))
             passes = None if ragged or self._clipper.sharding.sharded else self._clipper.passes
-            self._compare(TrialLosses(loss_fn, self._model, some, passes, None if ragged else self._look))
+            self._compare(TrialLosses(loss_fn, self._model, some, passes, None if ragged else self._compare_gradients))
         except VerificationError:
             raise
         except Exception as error:  # what is wrong with the batch itself shows in its own forward
@@ -160,7 +160,7 @@ class SelfCheck:
             self._said.add(kind)
             log.warning("self-check: %s", reason)
 
-    def _look(self, losses: Tensor) -> None:
+    def _compare_gradients(self, losses: Tensor) -> None:
         """`backward` of losses that are tried; what can't be measured there is compared in the batch's own passes."""
         try:
             with self._clipper.passes.forgetting():

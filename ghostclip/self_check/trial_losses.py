@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ghostclip.clipper.first_pass import FirstPasses
 from ghostclip.clipper.random_states import random_states, set_random_states
 from ghostclip.clipper.trial import tensor_in, trying, without_trace
-from ghostclip.graph.nodes import from_below
 from ghostclip.planner import Planner
 from ghostclip.self_check.loading import Loaded, LoadedRows
 from ghostclip.sharding.plain import Sharding
@@ -68,7 +67,7 @@ class TrialLosses:
         model: in training.
         rows: of which batches are made.
         passes: of the model, which measure gradients; None: losses are compared alone.
-        inspect: is called with the losses of all rows, whose graph it keeps.
+        on_losses: is called with the losses of all rows, whose graph it keeps.
 
     Attributes:
         every: the index of all rows.
@@ -80,33 +79,24 @@ class TrialLosses:
 
     def __init__(
         self, loss_fn: LossFunction, model: nn.Module, rows: LoadedRows, passes: FirstPasses | None = None,
-        inspect: Callable[[Tensor], None] | None = None,
+        on_losses: Callable[[Tensor], None] | None = None,
     ) -> None:  # fmt: skip
-        self._loss_fn, self.model, self.rows, self._passes, self._inspect = loss_fn, model, rows, passes, inspect
+        self._loss_fn, self.model, self.rows, self._passes = loss_fn, model, rows, passes
         self._begins, self._quiet = random_states(), set[nn.Module]()
-        self._types = {parameter.dtype for parameter in model.parameters()}
+        self._rounding = ROUNDING[torch.float32]
         self.every = list(range(len(rows)))
         before = _frozen(model) | _state_of(model)
         with self._noting_who_draws():
-            self.untouched = self.run(self.every, quiet=False, norms=True, look=self._look)
+            self.untouched = self.run(self.every, quiet=False, norms=True, on_losses=on_losses)
         left = _frozen(model) | self.untouched.left
         self.changed = [key for key in before | left if not _same(before.get(key), left.get(key))]
         self.first = self.run(self.every, norms=True) if self._quiet else self.untouched
         self.draws = self.first.loaded.drew or self.first.states[1] != self._begins
-        found = [ROUNDING.get(dtype, ROUNDING_OF_HALVES) for dtype in self._types if dtype.is_floating_point]
-        on_cpu = all(parameter.is_cpu for parameter in model.parameters())
-        self._rounding = max(found if on_cpu else [*found, ROUNDING_OF_DEVICES])
-
-    def _look(self, losses: Tensor) -> None:
-        """Notes the types that losses come through, the narrowest of which says how far they are rounded."""
-        nodes = [node for node in from_below(losses.grad_fn) if hasattr(node, "_input_metadata")]
-        self._types |= {losses.dtype, *(tensor.dtype for node in nodes for tensor in node._input_metadata)}
-        if self._inspect is not None:
-            self._inspect(losses)
+        self._rounding = ROUNDING.get(self.first.losses.dtype, self._rounding)
 
     def run(
         self, *batches: Sequence[int], quiet: bool = True, norms: bool = False,
-        look: Callable[[Tensor], None] | None = None, watch: AbstractContextManager[Any] | None = None,
+        on_losses: Callable[[Tensor], None] | None = None, watch: AbstractContextManager[Any] | None = None,
     ) -> TrialOutcome:  # fmt: skip
         """The outcome for the last of some batches, tried one after another, each from the same random numbers."""
         every = [self.rows.load(index) for index in batches]
@@ -118,8 +108,8 @@ class TrialLosses:
                 with watch or nullcontext():  # graphs are recorded, since the loss function may need one of its own
                     losses = self._loss_fn(self.model, loaded.batch)
             states, left = (loaded.states, random_states()), _state_of(self.model)
-            if look is not None:
-                look(losses)
+            if on_losses is not None:
+                on_losses(losses)
             measured = self._norms(losses) if norms else None
         return TrialOutcome(losses.detach(), measured, loaded._replace(batch=None), left, states)
 
@@ -149,17 +139,25 @@ class TrialLosses:
         off = max(self._rounding[0] * largest, self._rounding[1])
         return not bool(torch.isclose(these, those, rtol=0, atol=off, equal_nan=True).all())
 
-    def drawn(self, index: Sequence[int]) -> Any:
-        """Sizes of the random numbers that are drawn for the rows ``index``, and states after them.
+    def seen(self, index: Sequence[int]) -> tuple[set[torch.dtype], Any]:
+        """Types of all that is computed for the rows ``index``, and what is drawn: sizes and states after it.
 
-        None where that can't be watched, as in compiled functions.
+        Nothing where that can't be watched, as in compiled functions.
         """
-        watch = _Drawn()
+        watch = _Seen()
         try:
-            return self.run(index, watch=watch).states, watch.sizes
+            return watch.types, (self.run(index, watch=watch).states, watch.drawn)
         except Exception as error:
-            log.info("random numbers can't be watched: %s: %s", type(error).__name__, error)
-            return None
+            log.info("what losses are computed of can't be watched: %s: %s", type(error).__name__, error)
+            return set(), None
+
+    def allow_rounding(self) -> None:
+        """From now on differences count that are more than the narrowest type rounds that losses come through."""
+        parameters = list(self.model.parameters())
+        types = self.seen(self.every)[0] | {self.first.losses.dtype, *(each.dtype for each in parameters)}
+        found = [ROUNDING.get(dtype, ROUNDING_OF_HALVES) for dtype in types if dtype.is_floating_point]
+        on_cpu = all(each.is_cpu for each in parameters)
+        self._rounding = max(found if on_cpu else [*found, ROUNDING_OF_DEVICES])
 
     def widened(self) -> TrialLosses | None:
         """The same of a copy of the model in float64; None where not all comes in that type."""
@@ -196,17 +194,20 @@ class TrialLosses:
             yield
 
 
-class _Drawn(TorchDispatchMode):
-    """Notes the shapes of random numbers."""
+class _Seen(TorchDispatchMode):
+    """Notes the types of all that is computed, and the shapes of random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: list[torch.Size] = []
+        self.types: set[torch.dtype] = set()
+        self.drawn: list[torch.Size] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+        self.types.update(each.dtype for each in tensors)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.sizes += [each.shape for each in tree_leaves(found) if isinstance(each, Tensor)]
+            self.drawn += [each.shape for each in tensors]
         return found
 
 

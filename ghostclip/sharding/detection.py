@@ -16,9 +16,7 @@ from ghostclip.errors import PrivacyError, UnsupportedModelError
 __all__ = [
     "INSTEAD_OF_SHARDING",
     "check_sharding",
-    "is_distributed",
     "is_fully_sharded",
-    "local_part",
     "mesh_group",
     "parameter_groups",
     "refuse_sharded",
@@ -35,16 +33,6 @@ INSTEAD_OF_SHARDING = (
 SHARDING_CLASSES = {"FullyShardedDataParallel", "FSDPModule"}
 # What parameters have that FSDP1 flattened into others, and the flat ones.
 FLATTENED = frozenset(("_fsdp_flattened", "_is_flat_param"))
-
-
-def is_distributed() -> bool:
-    """Whether several processes train together, who wait for each other's gradients of every parameter."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def local_part(tensor: Any) -> Tensor:
-    """What this process holds of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def check_sharding(model: nn.Module) -> None:

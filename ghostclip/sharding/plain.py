@@ -8,14 +8,25 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ghostclip.sharding.detection import is_distributed, local_part, refuse_sharded
+from ghostclip.sharding.detection import refuse_sharded
 
-__all__ = ["Add", "Sharding", "Totals"]
+__all__ = ["Add", "Sharding", "Totals", "is_distributed", "local_part"]
 
 # Takes a part of a parameter (its id and the rows), and what is to be added to its sum: a tensor that nobody else uses.
 Add = Callable[[tuple[int, tuple[int, int] | None], Tensor], None]
+
+
+def is_distributed() -> bool:
+    """Whether several processes train together, who wait for each other's gradients of every parameter."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def local_part(tensor: Any) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class Sharding:

@@ -77,6 +77,20 @@ def autocast_and_trimmed() -> Training:
     return Wired(forward, emb=nn.Embedding(30, 8), layer=layer, head=nn.Linear(8, CLASSES)), words(), loss_fn
 
 
+def features_in_bfloat16() -> Training:
+    """Of a frozen table without a graph, rounded otherwise in batches of another length; the losses are float32."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        ids, _, lengths = batch
+        longest = int(lengths.max())
+        with torch.no_grad():
+            sums = (model.emb(ids[:, :longest]) * longest).bfloat16().float().sum(1)
+        return F.cross_entropy(model.head(sums / longest), batch[1], reduction="none")
+
+    frozen = nn.Embedding(30, 6, padding_idx=0).requires_grad_(False)
+    return nn.ModuleDict({"emb": frozen, "head": nn.Linear(6, CLASSES)}), words(), loss_fn
+
+
 # Random numbers, and where they fall.
 
 
@@ -195,7 +209,8 @@ def ragged() -> Training:
 HONEST: dict[str, Callable[[], Training]] = {
     make.__name__: make
     for make in (
-        not_finite, autocast_and_trimmed, packed_with_dropout, sorted_with_dropout, shared_table, shared_mask,
+        not_finite, autocast_and_trimmed, features_in_bfloat16, packed_with_dropout, sorted_with_dropout, shared_table,
+        shared_mask,
     )
 }  # fmt: skip
 HONEST |= {

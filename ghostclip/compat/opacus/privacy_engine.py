@@ -23,7 +23,7 @@ from ghostclip.compat.opacus.validators import ModuleValidator
 from ghostclip.errors import PrivacyError
 from ghostclip.events import FixedSizeGaussian, SampledGaussian, SampledRelease
 from ghostclip.sampling.loading import size_of
-from ghostclip.sharding.detection import is_distributed
+from ghostclip.sharding.plain import is_distributed
 from ghostclip.validate import one_of, positive_int
 from ghostclip.wrap import wrap
 
