@@ -2182,6 +2182,13 @@ OF_COMPANY = [
         (*COLLATED, "-k", "differences"),
     ),
     Mutant(
+        "losses are held against float32 whatever they are computed of",
+        TRIAL,
+        "        types = self.seen(self.every)[0] | {",
+        "        types = {",
+        (*COMPARED, "-k", "honest and in_bfloat16"),
+    ),
+    Mutant(
         "attributes that change their shapes keep examples unseen",
         TRIAL,
         "or one.shape != other.shape:\n            return False\n",
