@@ -71,10 +71,3 @@ def test_any_order(program, seed):
 def test_refusals_in_between(program, spoil):
     numbers = [*range(BATCHES), *(BATCHES + number for number in SPOILT)]
     assert_whatever_came_before(spoilt(program, spoil), program, shuffled(numbers, 0))
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
-@pytest.mark.one_in(8)
-def test_the_same_batches_again(program):
-    """Sizes that were met before, after all others."""
-    assert_whatever_came_before(program, program, [*range(BATCHES), *range(BATCHES)])

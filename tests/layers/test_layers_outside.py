@@ -1,11 +1,13 @@
 """Layers written outside of the package, as in CONTRIBUTING.md: strategies and passes are those of built-in layers."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from case_models import Wired
 from case_types import project
 from comparing import assert_compiled_exact, assert_exact
 from documents import run
@@ -34,23 +36,18 @@ def classes() -> Iterator[dict[str, Any]]:
     LAYERS.update(before)
 
 
-class Model(nn.Module):
+def in_places(m: nn.Module, x: torch.Tensor, times: int) -> list[torch.Tensor]:
     """A layer, called once or twice where its output fits its input, behind a plain one; rows may be folded."""
-
-    def __init__(self, layer: nn.Module, width: int, times: int) -> None:
-        super().__init__()
-        self.before, self.layer, self.times = nn.Linear(width, width), layer, times
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        rows = x.flatten(0, 1) if x.dim() == 4 else x
-        outputs = [torch.tanh(self.layer(self.before(rows) * (1 + turn))) for turn in range(self.times)]
-        return [out.unflatten(0, x.shape[:2]) if x.dim() == 4 else out for out in outputs]
+    rows = x.flatten(0, 1) if x.dim() == 4 else x
+    outputs = [torch.tanh(m.layer(m.before(rows) * (1 + turn))) for turn in range(times)]
+    return [out.unflatten(0, x.shape[:2]) if x.dim() == 4 else out for out in outputs]
 
 
 def made(classes: dict[str, Any], name: str, times: int = 1, batch: int = 4) -> tuple[nn.Module, torch.Tensor]:
     args, shape = OUTSIDE[name]
     torch.manual_seed(3)
-    model = Model(classes[name](*args), shape[-1], times).double()
+    width, wiring = shape[-1], partial(in_places, times=times)
+    model = Wired(wiring, before=nn.Linear(width, width), layer=classes[name](*args)).double()
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model, torch.randn(batch, *shape, dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from case_models import Wired
 from torch import nn
 
 import ghostclip
@@ -10,22 +11,15 @@ KINDS = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-class Network(nn.Module):
-    """A trained layer below the recurrent one, initial states that are trained too, and a change in place above."""
+def network(kind, change=lambda y: y, **options):
+    """A trained layer below the recurrent one, and a change above; its outputs are losses."""
 
-    def __init__(self, kind, options):
-        super().__init__()
-        self.below, self.layer = nn.Linear(3, 4), KINDS[kind](4, 5, batch_first=True, **options)
-        self.change = None
+    def wiring(m, x):
+        return change(m.layer(torch.tanh(m.below(x)))[0]).square().sum((1, 2))
 
-    def forward(self, x):
-        output, _ = self.layer(torch.tanh(self.below(x)))
-        return (output if self.change is None else self.change(output)).square().sum((1, 2))
-
-
-def network(kind, **options):
     torch.manual_seed(0)
-    return Network(kind, options).double(), 3 * torch.randn(6, 7, 3, dtype=torch.float64)
+    layers = {"below": nn.Linear(3, 4), "layer": KINDS[kind](4, 5, batch_first=True, **options)}
+    return Wired(wiring, **layers).double(), 3 * torch.randn(6, 7, 3, dtype=torch.float64)
 
 
 def sums(model, clipper, x, batches=2):
@@ -57,8 +51,7 @@ def test_passes_over_a_kept_graph_stand_for_themselves(kind):
 def test_an_output_changed_in_place_changes_no_sum(kind, second_pass, narrow):
     found = []
     for change in (lambda y: y.mul_(2.0).relu_(), lambda y: (2.0 * y).relu()):
-        model, x = network(kind, num_layers=2)
-        model.change = change
+        model, x = network(kind, change, num_layers=2)
         clipper = ghostclip.GhostClipper(
             model.to(torch.float32 if narrow else torch.float64), 0.5, second_pass=second_pass
         )

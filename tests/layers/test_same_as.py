@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+from functools import partial
 
 import declared_layers as mine
 import oracle
 import pytest
 import torch
+from case_models import Wired
 from case_types import project
 from comparing import assert_close, assert_compiled_exact, assert_exact
 from declared_layers import declared
@@ -36,24 +38,17 @@ SAME = {
 same = pytest.mark.parametrize("name", SAME)
 
 
-class Model(nn.Module):
-    """Two layers of one class, the first called once or twice."""
-
-    def __init__(self, build, times):
-        super().__init__()
-        self.first, self.second, self.times = build(), build(), times
-
-    def forward(self, x):
-        inputs = [x * (1 + turn) if x.is_floating_point() else x for turn in range(self.times)]
-        outputs = [*map(self.first, inputs), self.second(x)]
-        return [out[0] if isinstance(out, tuple) else out for out in outputs]
+def twice_or_once(m, x, times):
+    inputs = [x * (1 + turn) if x.is_floating_point() else x for turn in range(times)]
+    return [*map(m.first, inputs), m.second(x)]
 
 
 def made(name, times=1, batch=4):
     """A model of declared layers, and a batch for it."""
     kind, target, build, inputs = SAME[name]
     torch.manual_seed(3)
-    model, x = Model(build, times).double(), inputs(batch)
+    wiring = partial(twice_or_once, times=times)
+    model, x = Wired(wiring, first=build(), second=build()).double(), inputs(batch)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     ghostclip.same_as(kind, target)

@@ -124,3 +124,12 @@ def test_a_class_is_the_same_as_one_other():
     ghostclip.same_as(mine.MyLinear, ghostclip.nn.Linear)
     with pytest.raises(ValueError, match="MyLinear was declared to be the same as Linear"):
         ghostclip.same_as(mine.MyLinear, nn.Bilinear)
+
+
+def out_of_memory(*_):
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+
+def test_out_of_memory_is_no_difference():
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        declared(mine.linear("OutOfMemory", out_of_memory), nn.Linear, 3, 4)(torch.randn(5, 3))
