@@ -52,8 +52,7 @@ def test_a_second_engine_on_one_optimizer(engine: PrivacyEngine, model: nn.Modul
     with pytest.raises(PrivacyError, match=r"another PrivacyEngine is attached.*detach\(\)"):
         runs.engine_for(model, engine.optimizer)
     engine.detach()
-    second = runs.engine_for(model, engine.optimizer, noise_multiplier=1.0)
-    second.step(next(iter(second.batches())), runs.losses_of)
+    runs.train(second := runs.engine_for(model, engine.optimizer, noise_multiplier=1.0), 1)
     assert (engine.steps_taken, second.steps_taken) == (0, 1)
 
 
@@ -62,9 +61,9 @@ def test_detaching_leaves_an_ordinary_optimizer(engine: PrivacyEngine, model: nn
     engine.detach()
     assert all(p.grad is None for p in model.parameters())
     runs.plain_backward(model)
-    gradient, before = model[0].weight.grad.clone(), model[0].weight.detach().clone()
+    gradient, before = runs.grads(model).clone(), runs.weights(model)
     engine.optimizer.step()
-    torch.testing.assert_close(model[0].weight.detach(), before - 0.5 * gradient)
+    torch.testing.assert_close(runs.weights(model), before - 0.5 * gradient)
     with pytest.raises(PrivacyError, match="this engine was detached"):
         engine.batches()
 
@@ -81,20 +80,37 @@ def test_parameters_of_another_model(engine: PrivacyEngine, model: nn.Module) ->
     assert engine.steps_taken == 0
 
 
-def test_optimizers_and_models_that_can_not_be_used(model: nn.Module) -> None:
-    with pytest.raises(PrivacyError, match="LBFGS evaluates the loss several times"):
-        runs.engine_for(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer; got dict"):
-        runs.engine_for(model, {})
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got function"):
-        PrivacyEngine(runs.plain_backward, torch.optim.SGD(model.parameters()), runs.data())  # type: ignore[arg-type]
-    mixing = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
-    optimizer = torch.optim.SGD(mixing.parameters())
+def with_lbfgs(model: nn.Module) -> None:
+    runs.engine_for(model, torch.optim.LBFGS(model.parameters()))
+
+
+def of_a_function(model: nn.Module) -> None:
+    PrivacyEngine(runs.plain_backward, torch.optim.SGD(model.parameters()), runs.data())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (with_lbfgs, PrivacyError, "LBFGS evaluates the loss several times"),
+        (lambda model: runs.engine_for(model, {}), TypeError, r"optimizer must be a torch\.optim\.Optimizer; got dict"),
+        (of_a_function, TypeError, r"model must be a torch\.nn\.Module; got function"),
+        (lambda model: runs.engine_for(model.requires_grad_(False)), ValueError, "no trainable parameter"),
+        (lambda model: runs.engine_for(model, noise_multiplyer=1.0), TypeError, "noise_multiplyer"),
+    ],
+)
+def test_what_no_engine_can_be_built_of(model: nn.Module, build: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build(model)
+
+
+def test_a_model_that_mixes_examples_leaves_the_optimizer_alone() -> None:
+    optimizer = torch.optim.SGD((mixing := nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))).parameters())
     with pytest.raises(UnsupportedModelError, match="BatchNorm1d"):
         runs.engine_for(mixing, optimizer)
     assert not optimizer._optimizer_step_pre_hooks
-    with pytest.raises(ValueError, match="no trainable parameter"):
-        runs.engine_for(model.requires_grad_(False))
+
+
+TARGET = {"noise_multiplier": None, "target_epsilon": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -103,21 +119,17 @@ def test_optimizers_and_models_that_can_not_be_used(model: nn.Module) -> None:
         ({"noise_multiplier": None}, "either noise_multiplier, or target_epsilon .* got neither"),
         ({"target_epsilon": 3.0, "epochs": 1}, "either noise_multiplier, or target_epsilon .* got both"),
         ({"steps": 3}, "epochs and steps say what target_epsilon is to be calibrated for"),
-        ({"noise_multiplier": None, "target_epsilon": 3.0}, "give either epochs or steps; got neither"),
-        ({"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 1, "steps": 3}, "epochs or steps; got both"),
-        ({"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 0}, "^epochs must be a whole number >= 1; got 0"),
-        (
-            {"noise_multiplier": None, "target_epsilon": 3.0, "steps": 1.5},
-            "^steps must be a whole number >= 1; got 1.5",
-        ),
-        ({"noise_multiplier": None, "target_epsilon": -1.0, "steps": 1}, "^target_epsilon must be a finite number > 0"),
-        ({"noise_multiplier": -0.1}, "^noise_multiplier must be a finite number >= 0"),
+        (TARGET, "give either epochs or steps; got neither"),
+        ({**TARGET, "epochs": 1, "steps": 3}, "epochs or steps; got both"),
+        ({**TARGET, "epochs": 0}, "^epochs must be a whole number >= 1; got 0"),
+        ({**TARGET, "steps": 1.5}, "^steps must be a whole number >= 1; got 1.5"),
+        ({**TARGET, "target_epsilon": -1.0, "steps": 1}, "^target_epsilon must be a finite number > 0"),
         ({"noise_multiplier": float("nan")}, "^noise_multiplier must be a finite number >= 0; got nan"),
-        ({"noise_multiplier": 1.0, "target_delta": 0.0}, "^target_delta must be a number in"),
-        ({"noise_multiplier": 1.0, "batch_size": None}, "batch_size must be given with a dataset"),
-        ({"noise_multiplier": 1.0, "clipping": 0.0}, "^clipping must be a finite number > 0"),
-        ({"noise_multiplier": 1.0, "second_pass": "fast"}, "^second_pass must be one of"),
-        ({"noise_multiplier": 1.0, "noise": "loud"}, "^noise must be one of"),
+        ({"target_delta": 0.0}, "^target_delta must be a number in"),
+        ({"batch_size": None}, "batch_size must be given with a dataset"),
+        ({"clipping": 0.0}, "^clipping must be a finite number > 0"),
+        ({"second_pass": "fast"}, "^second_pass must be one of"),
+        ({"noise": "loud"}, "^noise must be one of"),
     ],
 )
 def test_arguments_out_of_range_or_that_do_not_go_together(
@@ -129,38 +141,24 @@ def test_arguments_out_of_range_or_that_do_not_go_together(
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_a_misspelt_argument_is_refused(model: nn.Module) -> None:
-    fresh = torch.optim.SGD(model.parameters())
-    with pytest.raises(TypeError, match="noise_multiplyer"):
-        runs.engine_for(model, fresh, noise_multiplyer=1.0)
-
-
 @pytest.mark.parametrize("wrong", [{"delta": 0.0}, {"delta": float("nan")}, {"accountant": "gdp"}])
 def test_epsilon_checks_its_arguments_even_when_it_is_infinite(model: nn.Module, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
         runs.engine_for(model, noise_multiplier=0.0).epsilon(**wrong)
 
 
-def test_a_model_that_another_engine_trained(model: nn.Sequential, caplog: pytest.LogCaptureFixture, tmp_path) -> None:
+@pytest.mark.parametrize("ledgers", ["both", "the second", "none"])
+def test_a_model_that_another_engine_trained(ledgers: str, caplog: pytest.LogCaptureFixture, tmp_path: Any) -> None:
     """Its steps aren't counted by the new one, which says so; in one ledger they are."""
-
-    def trained(ledger: Any = None) -> PrivacyEngine:
-        engine = runs.engine_for(model, noise_multiplier=1.0, clipping=1.0, ledger=ledger)
-        engine.step(next(iter(engine.batches())), runs.losses_of)
+    model = runs.network()
+    for has_ledger in (ledgers == "both", ledgers != "none"):
+        ledger = tmp_path / "run.ledger" if has_ledger else None
+        runs.train(engine := runs.engine_for(model, noise_multiplier=1.0, clipping=1.0, ledger=ledger), 1)
         engine.detach()
-        return engine
-
-    first = trained()
-    assert not caplog.records
-    trained(tmp_path / "run.ledger")
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == (ledgers != "both") * [
         "another engine took 1 step with this model before; epsilon() of the new one doesn't count them. Give both the "
         'same ledger="..." so that they add up, or train a new model'
     ]
-    del first
-    caplog.clear()
-    trained(tmp_path / "run.ledger")
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

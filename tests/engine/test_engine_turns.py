@@ -1,5 +1,6 @@
 """Every logical batch has its step or is discarded, and charged; every update has the engine's noise and charge."""
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -39,9 +40,7 @@ def every_second(engine: PrivacyEngine, batch: Any) -> None:
 
 
 def first_part_only(engine: PrivacyEngine, batch: Any) -> None:
-    for examples in batch.physical():
-        engine.backward(runs.losses_of(engine.model, examples))
-        break
+    engine.backward(runs.losses_of(engine.model, next(batch.physical()))) if batch.sizes else None
 
 
 def only_zeroed(engine: PrivacyEngine, batch: Any) -> None:
@@ -84,51 +83,40 @@ def test_a_batch_without_a_step_is_refused_when_the_next_is_taken(loop: Callable
     steps(engine)
 
 
-def test_the_last_batch_of_an_epoch_needs_its_step_too() -> None:
-    engine = private(batch_size=24)
-    with pytest.raises(PrivacyError, match="had no step"):
-        for _ in engine.batches():
-            pass
-    assert engine.steps_taken == 0
-
-
 def test_the_step_that_is_missing_may_still_be_taken() -> None:
-    engine = private()
+    """Also after the last batch of an epoch."""
+    engine = private(batch_size=24)
     epoch = iter(engine.batches())
-    batch = next(epoch)
-    runs.gather(engine, batch)
+    runs.gather(engine, next(epoch))
     with pytest.raises(PrivacyError, match="had no step"):
         next(epoch)
     engine.optimizer.step()
     engine.optimizer.zero_grad()
-    engine.step(next(epoch), runs.losses_of)
-    assert engine.steps_taken == 2
+    assert steps(engine).steps_taken == 2
 
 
 def test_a_discarded_batch_is_charged_and_releases_nothing(tmp_path: Path) -> None:
     engine = private(ledger=tmp_path / "run.ledger")
     before = runs.weights(engine.model)
-    for number, batch in enumerate(engine.batches()):
-        runs.gather(engine, batch) if number % 2 else None
+    for charged, gathers in ((1, False), (2, True)):
+        batch = next(iter(engine.batches()))
+        runs.gather(engine, batch) if gathers else None
         batch.discard()
         batch.discard()
-        assert all(parameter.grad is None for parameter in engine.model.parameters())
         with pytest.raises(PrivacyError, match="without a logical batch"):
             engine.optimizer.step()
-        assert engine.steps_taken == sum(event.count for event in engine.events) == number + 1
+        assert engine.steps_taken == sum(event.count for event in engine.events) == charged
         engine.save(tmp_path / "x")
-        assert engine.restore(tmp_path / "x").steps == number + 1
-        break
+        assert engine.restore(tmp_path / "x").steps == charged
     assert torch.equal(runs.weights(engine.model), before)
     assert engine.epsilon() > 0
-    batch = next(iter(engine.batches()))
-    engine.step(batch, runs.losses_of)
+    engine.step(batch := next(iter(engine.batches())), runs.losses_of)
     with pytest.raises(PrivacyError, match="this one had its step"):
         batch.discard()
     next(iter(engine.batches()))
     engine.batches().discard()
     engine.batches().discard()
-    assert engine.steps_taken == 3
+    assert engine.steps_taken == 4
 
 
 def test_a_discard_past_the_budget_is_refused_and_discards() -> None:
@@ -139,20 +127,24 @@ def test_a_discard_past_the_budget_is_refused_and_discards() -> None:
     next(iter(engine.batches()))
 
 
-def test_an_exception_that_leaves_the_loops_discards() -> None:
+@pytest.mark.parametrize("left_by", [KeyboardInterrupt, StopIteration])
+def test_leaving_the_loops_discards(left_by: type[BaseException]) -> None:
+    """By an exception, and by a break."""
     engine = private(self_check=False)
 
     def a_loop() -> None:
         for batch in runs.nonempty(engine):
             for examples in batch.physical():
                 engine.backward(runs.losses_of(engine.model, examples))
-                raise KeyboardInterrupt
+                if left_by is StopIteration:
+                    break
+                raise left_by
+            break
 
     for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
+        with contextlib.suppress(left_by):
             a_loop()
-    steps(engine)
-    assert engine.steps_taken == 1
+    assert steps(engine).steps_taken == 1
 
 
 def test_a_call_that_is_mended_after_an_exception_still_needs_its_step() -> None:
@@ -194,10 +186,7 @@ def replaced_on_class(engine: PrivacyEngine) -> None:
 LOST = [hooks_lost, hooks_cleared, replaced_on_instance, replaced_on_class]
 
 
-every_loss = pytest.mark.parametrize("lose", LOST)
-
-
-@every_loss
+@pytest.mark.parametrize("lose", LOST)
 def test_a_loop_by_hand_without_the_engine_s_hooks_steps_with_nothing(lose: Callable[[PrivacyEngine], None]) -> None:
     engine = steps(private())
     lose(engine)
@@ -217,27 +206,22 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@every_loss
+@pytest.mark.parametrize("lose", LOST)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.one_in(8)
 def test_engine_step_releases_with_noise_even_without_hooks(
     lose: Callable[[PrivacyEngine], None], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interpret(monkeypatch)
-    found = []
-    for broken in (False, True):
-        model = runs.network()
-        engine = private(model, torch.optim.SGD(model.parameters(), lr=0.5), batch_size=24, **KINDS[kind])
-        engine._steps.release._private = noted = Releases(engine._steps.release._private)
-        engine.compile() if kind == "compiled" else None
-        lose(engine) if broken else None
-        before = runs.weights(model)
-        steps(engine, 3)
-        assert engine.steps_taken == 3
-        assert engine.epsilon() > 0
-        torch.testing.assert_close(runs.weights(model), before - 0.5 * sum(noted.made), atol=1e-5, rtol=1e-5)
-        found.append(len(noted.made))
-    assert found == [3, 3]
+    engine = private(None, None, batch_size=24, **KINDS[kind])
+    engine._steps.release._private = noted = Releases(engine._steps.release._private)
+    engine.compile() if kind == "compiled" else None
+    lose(engine)
+    before = runs.weights(engine.model)
+    steps(engine, 3)
+    assert engine.steps_taken == len(noted.made) == 3
+    assert engine.epsilon() > 0
+    torch.testing.assert_close(runs.weights(engine.model), before - 0.5 * sum(noted.made), atol=1e-5, rtol=1e-5)
 
 
 class Releases:
@@ -280,9 +264,7 @@ def test_a_closure_that_is_not_called_is_a_step_with_nothing() -> None:
         engine.optimizer.step(lambda: None)
     assert torch.equal(runs.weights(model), before)
     assert engine.steps_taken == 0
-    model = runs.network()
-    # torch calls hooks in SGD's own step once there was an SGD.
-    torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.SGD(model.parameters(), lr=0.1)  # torch calls hooks in SGD's own step once there was an SGD
     engine = private(model, Deaf(model.parameters(), lr=0.1))
     runs.gather(engine, next(runs.nonempty(engine)))
     engine.optimizer.step(lambda: pytest.fail("called"))

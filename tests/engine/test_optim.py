@@ -1,13 +1,12 @@
 """What is done with private gradients after their release: DP-AdamBC and low-pass filters."""
 
 import numpy as np
+import private_runs as runs
 import pytest
 import torch
 from scipy.signal import butter, lfilter
 from torch import nn
-from torch.utils.data import TensorDataset
 
-import ghostclip
 from ghostclip.errors import PrivacyError
 from ghostclip.optim import AdamBC, LowPassFilter
 
@@ -26,16 +25,10 @@ def stepped(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> torch.Tensor:
     return p.detach().clone()
 
 
-def test_without_noise_it_is_adam() -> None:
-    mine, torchs = parameter(), parameter()
-    optimizer = AdamBC([mine], lr=0.1, floor=1e-30)
-    optimizer.noise_std = lambda p: 0.0
-    expected = stepped(torch.optim.Adam([torchs], lr=0.1, eps=0.0), torchs)
-    torch.testing.assert_close(stepped(optimizer, mine), expected, rtol=1e-12, atol=0)
-
-
-def test_the_variance_of_the_noise_is_subtracted() -> None:
-    p, std, floor, (b1, b2) = parameter(), 0.8, 0.05, (0.8, 0.95)
+@pytest.mark.parametrize(("std", "floor"), [(0.0, 1e-30), (0.8, 0.05)])
+def test_the_variance_of_the_noise_is_subtracted(std, floor) -> None:
+    """Without noise it is Adam."""
+    p, (b1, b2) = parameter(), (0.8, 0.95)
     optimizer = AdamBC([p], lr=0.1, betas=(b1, b2), floor=floor)
     optimizer.noise_std = lambda p: std
     expected, m, v = p.detach().clone(), 0.0, 0.0
@@ -95,27 +88,18 @@ def test_filters_that_pass_nothing_or_grow_are_refused(b, a) -> None:
 
 def test_both_work_behind_an_engine(tmp_path) -> None:
     def made():
-        torch.manual_seed(0)
-        model = nn.Linear(4, 2)
+        model = runs.network()
         optimizer = AdamBC(model.parameters(), lr=0.05)
-        data = TensorDataset(torch.randn(60, 4), torch.randint(0, 2, (60,)))
-        engine = ghostclip.PrivacyEngine(
-            model, optimizer, data, batch_size=20, noise_multiplier=1.0, noise="test", seed=1
-        )
+        engine = runs.engine_for(model, optimizer, clipping=1.0, noise_multiplier=1.0, noise="test", seed=1)
         optimizer.noise_std = engine.noise_std
         return engine, LowPassFilter(optimizer)
 
-    def losses(model, batch):
-        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
     engine, filtered = made()
-    assert engine.noise_std(engine.model.weight) == 1.0 / 20
-    for batch in engine.batches():
-        engine.step(batch, losses)
+    assert engine.noise_std(engine.model[0].weight) == 1.0 / 8
+    runs.train(engine)
     engine.save(tmp_path / "saved", {"filter": filtered})
     again, other = made()
     again.restore(tmp_path / "saved", {"filter": other})
     for one in (engine, again):
-        for batch in one.batches():
-            one.step(batch, losses)
-    assert torch.equal(engine.model.weight, again.model.weight)
+        runs.train(one)
+    assert torch.equal(runs.weights(engine.model), runs.weights(again.model))

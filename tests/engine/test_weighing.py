@@ -12,11 +12,6 @@ from ghostclip import PrivacyError
 from ghostclip.clipping import Custom
 
 
-@pytest.fixture
-def model() -> nn.Sequential:
-    return runs.network()
-
-
 class Joint:
     """A policy of one's own whose bound holds for each share, and whose weights follow from the largest norm."""
 
@@ -28,27 +23,24 @@ class Joint:
 
 @pytest.mark.parametrize("clipping", [
     Joint(),
-    Custom(lambda norms: 1.0 / norms.median().expand_as(norms), 1.0),
     Custom(lambda norms: norms / norms.max(), 1.0),
     Custom(lambda norms: (norms <= norms.median()).float(), 1.0),
     Custom(lambda norms: {g: 1.0 / n.sum().expand_as(n) for g, n in norms.items()}, 1.0, groups={"all": ["*"]}),
 ])  # fmt: skip
-def test_weights_that_follow_from_other_examples(model: nn.Module, clipping: Any) -> None:
-    engine = runs.engine_for(model, clipping=clipping, batch_size=24, noise_multiplier=1.0)
-    batch, before = next(iter(engine.batches())), runs.weights(model)
+def test_weights_that_follow_from_other_examples(clipping: Any) -> None:
+    engine = runs.engine_for(runs.network(), clipping=clipping, batch_size=24, noise_multiplier=1.0)
+    before = runs.weights(engine.model)
     with pytest.raises(PrivacyError, match=r"function of the Custom clipping policy.*that example's norm alone"):
-        engine.step(batch, runs.losses_of)
-    assert torch.equal(runs.weights(model), before)
+        runs.train(engine)
+    assert torch.equal(runs.weights(engine.model), before)
     assert engine.steps_taken == 0
 
 
-def test_weights_that_follow_from_each_example_alone(model: nn.Module) -> None:
+def test_weights_that_follow_from_each_example_alone() -> None:
     dataset = runs.data()
     dataset.tensors[0][3] = float("nan")
-    clipping = Custom(lambda norms: 1.0 / (0.1 + norms).sqrt(), 1.0)
-    engine = runs.engine_for(model, dataset=dataset, clipping=clipping, batch_size=24, max_physical_batch_size=5)
-    engine.step(next(iter(engine.batches())), runs.losses_of)
-    assert engine.steps_taken == 1
+    options = {"clipping": Custom(lambda norms: 1.0 / (0.1 + norms).sqrt(), 1.0), "max_physical_batch_size": 5}
+    assert len(runs.train(runs.engine_for(runs.network(), None, dataset, batch_size=24, **options))) == 1
 
 
 @pytest.mark.parametrize("rest", [1e-3, 1e-5, 1e-7])
@@ -56,14 +48,12 @@ def test_weights_that_follow_from_each_example_alone(model: nn.Module) -> None:
 @pytest.mark.parametrize("second_pass", ["cached", "reweight"])
 def test_a_margin_for_rounding_is_no_weight_of_other_examples(rest: float, groups: Any, second_pass: str) -> None:
     """Positions that cancel make the norm that is weighed by another one than the norm that was measured."""
-    model, signs = nn.Linear(6, 4), torch.tensor([1.0, -1.0 - rest]).repeat(4)
+    signs = torch.tensor([1.0, -1.0 - rest]).repeat(4)
     inputs, targets = 1e3 * torch.randn(8, 1, 6).expand(8, 8, 6), torch.randn(8, 1, 4) * signs[:, None]
 
     def alone(norms: Any) -> Any:
         return 1.0 / (0.1 + norms).sqrt() if groups is None else {g: 1.0 / (0.1 + n) for g, n in norms.items()}
 
-    engine = runs.engine_for(
-        model, dataset=TensorDataset(inputs, targets), clipping=Custom(alone, 1.0, groups), second_pass=second_pass
-    )
-    engine.step(next(iter(engine.batches())), lambda model, batch: (model(batch[0]) * batch[1]).sum((1, 2)))
-    assert engine.steps_taken == 1
+    options = {"clipping": Custom(alone, 1.0, groups), "second_pass": second_pass}
+    engine = runs.engine_for(nn.Linear(6, 4), dataset=TensorDataset(inputs, targets), **options)
+    assert runs.train(engine, loss_fn=lambda model, batch: (model(batch[0]) * batch[1]).sum((1, 2)))
