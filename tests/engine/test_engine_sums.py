@@ -56,9 +56,7 @@ WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "assigned": assigned,
     "data": lambda model: [grad.data.mul_(10) for grad in filled(model)],
     "storage": other_storage,
-    "foreach": lambda model: torch._foreach_mul_(list(filled(model)), 3.0) if [*filled(model)] else None,
     "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
-    "zero_grad": lambda model: model.zero_grad(),
     "zeros": lambda model: model.zero_grad(set_to_none=False),
     "other optimizers": stepped_with,
     "backward": runs.plain_backward,
@@ -77,27 +75,15 @@ def no_gradient(model: nn.Module) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def loop(engine: Any, between: Callable[[], None], scaler: Any = None) -> None:
+def scaled_loop(engine: Any, between: Callable[[], None]) -> None:
+    scaler = engine._steps._scaling._scaler
     for batch in engine.batches():
         for examples in batch.physical():
-            losses = runs.losses_of(engine.model, examples)
-            engine.backward(losses if scaler is None else scaler.scale(losses))
+            engine.backward(scaler.scale(runs.losses_of(engine.model, examples)))
             between()
-        (engine.optimizer if scaler is None else _Stepper(scaler, engine.optimizer)).step()
+        scaler.step(engine.optimizer)
+        scaler.update()
         engine.optimizer.zero_grad()
-
-
-class _Stepper:
-    def __init__(self, scaler: GradScaler, optimizer: Any) -> None:
-        self.scaler, self.optimizer = scaler, optimizer
-
-    def step(self) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-
-def scaled_loop(engine: Any, between: Callable[[], None]) -> None:
-    loop(engine, between, engine._steps._scaling._scaler)
 
 
 def closures(engine: Any, between: Callable[[], None]) -> None:
@@ -111,6 +97,10 @@ def closures(engine: Any, between: Callable[[], None]) -> None:
 
         engine.optimizer.step(closure)
         engine.optimizer.zero_grad()
+
+
+def loop(engine: Any, between: Callable[[], None]) -> None:
+    runs.train_by_hand(engine, between=between)
 
 
 def whole_steps(engine: Any, between: Callable[[], None]) -> None:
@@ -130,17 +120,13 @@ USERS = [row // 2 for row in range(24)]
 # By name: how to train, and with which options.
 WAYS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "loop": (loop, {}),
-    "one physical batch": (loop, {"max_physical_batch_size": None}),
     "bfloat16": (loop, {"dtype": torch.bfloat16}),
-    "float64": (loop, {"dtype": torch.float64}),
     "users": (loop, {"unit_ids": USERS, "batch_size": 6, "max_physical_batch_size": 4}),
     "layers": (loop, {"clipping": PerLayer(NORM)}),
     "closures": (closures, {}),
     "scaler": (scaled_loop, {"loss_scale": GradScaler("cpu")}),
     "step": (whole_steps, {}),
-    "step in bfloat16": (whole_steps, {"dtype": torch.bfloat16}),
     "compiled": (compiled, {"max_physical_batch_size": None, "self_check": False}),
-    "compiled in parts": (compiled, {"self_check": False}),
 }
 
 
@@ -263,18 +249,9 @@ def on_shards() -> list[Tensor]:
     found = []
     for name in [None, *SHARDED]:
         model = sharded(runs.network())
-        engine = runs.engine_for(
-            model, None, runs.data(), noise="test", seed=3, clipping=NORM, max_physical_batch_size=3
-        )
+        engine = runs.engine_for(model, None, noise="test", seed=3, clipping=NORM, max_physical_batch_size=3)
         torch.manual_seed(7)
-        for batch in engine.batches():
-            for examples in batch.physical():
-                engine.backward(runs.losses_of(model, examples))
-                no_gradient(model)
-                if name is not None:
-                    WRITES[name](model)
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
+        runs.train_by_hand(engine, between=lambda: (no_gradient(model), name and WRITES[name](model)))  # noqa: B023
         found.append(whole_weights(settled(model)))
     return found
 

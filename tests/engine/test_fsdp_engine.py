@@ -128,16 +128,14 @@ def continued(path: Path, restore: bool, steps: int, save: bool) -> tuple[Tensor
     model = sharded(runs.network(torch.float64))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     engine = runs.engine_for(model, optimizer, examples(), **REPEATABLE, noise_multiplier=1.0)
-    runs.losses_of(model, list(examples().tensors))
+
+    def forward() -> None:
+        runs.losses_of(model, list(examples().tensors))
+
+    forward()
     if restore:
         engine.restore(path)
-    while steps:
-        for batch in engine.batches():
-            engine.step(batch, runs.losses_of)
-            runs.losses_of(model, list(examples().tensors))
-            steps -= 1
-            if not steps:
-                break
+    runs.train(engine, steps, after=forward)
     if save:
         engine.save(path)
     return weights(model), engine.steps_taken
@@ -192,20 +190,19 @@ def saved_within(model: Any, engine: Any) -> None:
 
 
 def written_within(model: Any, engine: Any) -> None:
-    batch = next(iter(engine.batches()))
-    for rows in batch.physical():
-        engine.backward(runs.losses_of(model, rows))
+    runs.gather(engine, next(iter(engine.batches())))
     with torch.no_grad():
         model[0].weight.mul_(2.0)
     engine.optimizer.step()
 
 
-def written_in_forward(model: Any, engine: Any) -> None:
-    def write(module: nn.Module, *_: Any) -> None:
-        with torch.no_grad():
-            module.weight.mul_(2.0)
+@torch.no_grad()
+def doubled(module: nn.Module, *_: Any) -> None:
+    module.weight.mul_(2.0)
 
-    model[0].register_forward_pre_hook(write)
+
+def written_in_forward(model: Any, engine: Any) -> None:
+    model[0].register_forward_pre_hook(doubled)
     runs.gather(engine, next(iter(engine.batches())))
 
 
@@ -313,15 +310,16 @@ def test_torch_s_checkpoints_are_read_by_another_number_of_ranks(first: int, sec
         assert after[2:] == (*before[2:], 6)
 
 
-def test_what_is_no_state_of_an_engine_is_refused() -> None:
-    engine = runs.engine_for(runs.network(torch.float64), None, examples())
-    for state in ({}, {"progress": "{}"}, {"progress": "1"}, {"progress": None}):
-        with pytest.raises(PrivacyError, match=r"takes what engine.state_dict\(\) gave"):
-            engine.load_state_dict(state)
-
-
-def test_an_engine_of_another_configuration_is_refused() -> None:
-    state = runs.engine_for(runs.network(torch.float64), None, examples(), noise_multiplier=1.0).state_dict()
-    other = runs.engine_for(runs.network(torch.float64), None, examples(), noise_multiplier=2.0)
-    with pytest.raises(PrivacyError, match=r"noise_multiplier is 1\.0 in it and 2\.0 here"):
-        other.load_state_dict(state)
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, r"takes what engine.state_dict\(\) gave"),
+        ({"progress": "1"}, r"takes what engine.state_dict\(\) gave"),
+        (None, r"noise_multiplier is 1\.0 in it and 2\.0 here"),
+    ],
+)
+def test_states_of_others_are_refused(state: Any, message: str) -> None:
+    """None stands for an engine of another configuration."""
+    one, other = (runs.engine_for(runs.network(), noise_multiplier=each) for each in (1.0, 2.0))
+    with pytest.raises(PrivacyError, match=message):
+        other.load_state_dict(one.state_dict() if state is None else state)

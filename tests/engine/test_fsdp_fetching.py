@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import oracle
+import private_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,36 +82,27 @@ def images(size: int = COUNT) -> list[Tensor]:
     return [torch.randn(size, 2, 6, 6, dtype=torch.float64, generator=made), torch.arange(size) % 3]
 
 
-def pairs(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-
 # {name: (model, losses, batch)}; every layer is sharded by itself.
 MODELS: dict[str, Any] = {
-    "linear": (lambda: Blocks(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)), pairs, rows),
-    "in place": (
-        lambda: Blocks(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True),
-                        nn.Linear(6, 3)),
-        pairs, rows,
-    ),
+    "linear": (lambda: Blocks(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)), runs.losses_of, rows),
     "in place, of positions": (
         lambda: Blocks(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 5), nn.ReLU(inplace=True), Last(),
                         nn.Linear(6, 3)),
-        pairs, texts,
+        runs.losses_of, texts,
     ),
     "recomputed": (
         lambda: Blocks(nn.Linear(5, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3), again=True),
-        pairs, rows,
+        runs.losses_of, rows,
     ),
     "convolutions": (
         lambda: Blocks(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 3),
                         nn.Flatten(), nn.Linear(12, 3)),
-        pairs, images,
+        runs.losses_of, images,
     ),
-    "twice": (lambda: Blocks(Twice(), Bare(), nn.Linear(5, 3)), pairs, rows),
+    "twice": (lambda: Blocks(Twice(), Bare(), nn.Linear(5, 3)), runs.losses_of, rows),
     "frozen": (
         lambda: Blocks(nn.Linear(5, 6), nn.Linear(6, 6).requires_grad_(False), nn.ReLU(inplace=True), nn.Linear(6, 3)),
-        pairs, rows,
+        runs.losses_of, rows,
     ),
     "tagger": (tagger, losses_of_words, lambda: [words()]),
 }  # fmt: skip
@@ -167,16 +160,10 @@ def update(kind: str, model: nn.Module, second_pass: str, most: int | None = Non
 
 def looped(kind: str) -> list[Tensor]:
     """Clipped sums by one backward for each example."""
-    model, batch = built(kind), MODELS[kind][2]()
-    trained = [each for each in model.parameters() if each.requires_grad]
-    sums = {id(each): torch.zeros_like(each) for each in trained}
-    for place in range(COUNT):
-        losses = losses_of(kind, model, [each[place : place + 1] for each in batch])
-        found = torch.autograd.grad(losses.sum(), trained)
-        norm = torch.cat([each.flatten() for each in found]).norm()
-        for each, grad in zip(trained, found, strict=True):
-            sums[id(each)] += grad * min(1.0, NORM / norm)
-    return [sums.get(id(each), torch.zeros_like(each)) for each in model.parameters()]
+    model = built(kind)
+    grads = oracle.grads_of_single_losses(model, losses_of(kind, model, MODELS[kind][2]()))
+    sums = oracle.clipped_sum(grads, NORM)
+    return [sums.get(name, torch.zeros_like(each)) for name, each in model.named_parameters()]
 
 
 def updates(most: int | None, extra: bool = False, **options: Any) -> dict[tuple[str, str], list[Tensor]]:

@@ -1,5 +1,6 @@
 """Ctrl-C in the middle of a change of grad mode or of a ledger's turn: both are as they were, and training goes on."""
 
+import contextlib
 import functools
 import gc
 import random
@@ -8,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import private_runs as runs
 import pytest
 import torch
 from ledgers import EVENT, spent
-from private_runs import data, losses_of, network
 from torch import nn
 
 import ghostclip
@@ -23,35 +24,27 @@ class CtrlC:
     """Raises KeyboardInterrupt at one of the moments in which a context manager of torch's has half changed a mode."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left: int | None = None
-        self.seen = 0
+        self.left, self.seen = -1, 0
         for kind in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled):
             changes = "__init__" if kind is torch.set_grad_enabled else "__enter__"
-            monkeypatch.setattr(kind, changes, self._after(getattr(kind, changes)))
-            monkeypatch.setattr(kind, "__exit__", self._before(kind.__exit__))
+            monkeypatch.setattr(kind, changes, self._ticking(getattr(kind, changes), before=False))
+            monkeypatch.setattr(kind, "__exit__", self._ticking(kind.__exit__, before=True))
 
     def _tick(self) -> None:
         self.seen += 1
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                self.left = None
-                raise KeyboardInterrupt
+        self.left -= 1
+        if self.left == -1:
+            raise KeyboardInterrupt
 
-    def _after(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _ticking(self, method: Callable[..., Any], before: bool) -> Callable[..., Any]:
         @functools.wraps(method)
         def changed(*args: Any) -> Any:
+            if before:
+                self._tick()
+                return method(*args)
             found = method(*args)
             self._tick()
             return found
-
-        return changed
-
-    def _before(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def changed(*args: Any) -> Any:
-            self._tick()
-            return method(*args)
 
         return changed
 
@@ -102,23 +95,13 @@ def clip_at_once() -> Callable[[], None]:
     return work
 
 
-def train(in_one_call: bool, compiled: bool = False, **options: Any) -> Callable[[], None]:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = PrivacyEngine(model, optimizer, data(), batch_size=8, noise_multiplier=1.0, **options)
-    if compiled:
-        engine.compile()
+def train(loop: Callable[[PrivacyEngine], Any], compiled: bool = False) -> Callable[[], None]:
+    engine = runs.engine_for(runs.network(), noise_multiplier=1.0, clipping=1.0)
+    engine.compile() if compiled else None
 
     def work() -> None:
-        optimizer.zero_grad()
-        for batch in engine.batches():
-            if in_one_call:
-                engine.step(batch, losses_of)
-                continue
-            for examples in batch.physical():
-                engine.backward(losses_of(engine.model, examples))
-            optimizer.step()
-            optimizer.zero_grad()
+        engine.optimizer.zero_grad()
+        loop(engine)
 
     return work
 
@@ -127,9 +110,9 @@ WORK: dict[str, Callable[[], Callable[[], None]]] = {
     "reweight": lambda: clip_in_two_calls("reweight"),
     "cached": lambda: clip_in_two_calls("cached"),
     "clip and verify": clip_at_once,
-    "engine.step": lambda: train(True),
-    "a loop of one's own": lambda: train(False),
-    "compiled": lambda: train(True, compiled=True),
+    "engine.step": lambda: train(runs.train),
+    "a loop of one's own": lambda: train(runs.train_by_hand),
+    "compiled": lambda: train(runs.train, compiled=True),
 }
 
 
@@ -145,17 +128,16 @@ def test_grad_mode_is_on_wherever_ctrl_c_comes(name: str, monkeypatch: pytest.Mo
     assert moments > 4
     for moment in range(0, moments, max(1, moments // 60)):
         ctrl_c.left = moment
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             work()
-        except KeyboardInterrupt:
-            assert torch.is_grad_enabled(), moment
-        ctrl_c.left = None
+        assert torch.is_grad_enabled(), moment
+    ctrl_c.left = -1
     work()
 
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_failure_leaves_grad_mode_too(enabled: bool) -> None:
-    clipper = GhostClipper(network())
+    clipper = GhostClipper(runs.network())
     with torch.set_grad_enabled(enabled):
         with pytest.raises(ghostclip.GhostClipError):
             clipper.backward(torch.zeros(3))

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from ledgers import spent
 from ranks import REPEATABLE, assert_like_one, examples, on_ranks
 from scipy import stats
+from sharded import mesh_of
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -288,12 +290,9 @@ def wrapped_later() -> None:
         engine.step(batch, lambda _, rows: runs.losses_of(wrapper, rows))
 
 
-def sharded() -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
+def partly_sharded() -> nn.Module:
     model = runs.network()
-    fully_shard(model[2], mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model[2], mesh=mesh_of())
     return model
 
 
@@ -302,7 +301,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "forgotten": (without_a_step, "the logical batch before this one had no step"),
     "discarded": (discarded_by_one, "the ranks must agree on whether the batch is discarded"),
     "moved": (moved_on_one, "the parameter '0.bias' was changed outside of this engine's charged steps"),
-    "noise": (partial(built, lambda rank: {"noise_multiplier": rank + 1.0}), "must agree on noise_multiplier when eng"),
     "rows": (partial(built, lambda rank: {"dataset": runs.data(24 + rank)}), "must agree on sampling when engines"),
     "users": (partial(built, lambda rank: {"unit_ids": [rank, *range(23)]}), "must agree on unit_ids when"),
     "policy": (partial(built, lambda rank: {"clipping": Adaptive(rank + 0.5)}), "must agree on the state of clipping"),
@@ -315,7 +313,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "compile() isn't there for several",
     ),
     "later": (wrapped_later, "the model was called inside of a DistributedDataParallel that averages its gradients"),
-    "sharded": (partial(built, lambda _: {}, sharded), "is a DTensor, of which each process holds a part"),
+    "sharded": (partial(built, lambda _: {}, partly_sharded), "is a DTensor, of which each process holds a part"),
 }
 
 
@@ -356,24 +354,18 @@ def test_processes_that_do_not_train_together_have_groups_of_their_own(tmp_path:
     assert on_ranks(apart, tmp_path) == [2, 1]
 
 
-def resumed(path: Path, restore: bool, steps: int) -> dict[str, Any]:
-    """Steps with dropout and repeatable noise, from a checkpoint or up to one."""
+def resumed(path: Path, restore: bool) -> dict[str, Any]:
+    """Nine steps with dropout and repeatable noise, of which four are before a checkpoint."""
     model = runs.network(torch.float64)
     model.insert(2, nn.Dropout(0.2))
     torch.manual_seed(dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     options = {"noise": "test", "seed": 5, "noise_multiplier": 1.0, "clipping": Adaptive(0.5), "batch_size": 4}
     engine = runs.engine_for(model, optimizer, examples(), **options)
-    place = engine.restore(path) if restore else None
-    taken = 0
-    while taken < steps:
-        for batch in engine.batches():
-            engine.step(batch, runs.losses_of)
-            taken += 1
-            if taken == 4 and not restore:
-                engine.save(path)
-            if taken == steps:
-                break
+    place = engine.restore(path) if restore else runs.train(engine, 4)
+    if not restore:
+        engine.save(path)
+    runs.train(engine, 5)
     return {"weights": runs.weights(model), "steps": engine.steps_taken, "place": place, "events": engine.events}
 
 

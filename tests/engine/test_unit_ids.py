@@ -1,8 +1,6 @@
 """Users are named by value, in whatever form their names come; what is equal to itself only is refused."""
 
 import dataclasses
-import datetime
-import decimal
 import enum
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
@@ -101,34 +99,20 @@ def of_objects(values: Sequence[Any]) -> np.ndarray:
 
 # From numbers to the same users in another form.
 FORMS: dict[str, Callable[[list[int]], Any]] = {
-    "generator": lambda numbers: (number for number in numbers),
-    "decimals": lambda numbers: [decimal.Decimal(number) for number in numbers],
-    "numpy scalars of several types": lambda numbers: [[np.int64, np.float32][i % 2](n) for i, n in enumerate(numbers)],
-    "array": np.array,
     "array [N, 1]": lambda numbers: np.array(numbers)[:, None],
     "array of 0-d arrays": lambda numbers: of_objects([np.array(number) for number in numbers]),
     "one-element arrays": lambda numbers: [np.array([[number]]) for number in numbers],
-    "tensor of floats": lambda numbers: torch.tensor(numbers, dtype=torch.bfloat16, requires_grad=True),
-    "tensor [N, 1, 1]": lambda numbers: torch.tensor(numbers)[:, None, None],
     "0-d tensors": lambda numbers: [torch.tensor(number) for number in numbers],
-    "one-element tensors": lambda numbers: [torch.tensor([number]) for number in numbers],
-    "parameters": lambda numbers: [torch.nn.Parameter(torch.tensor(float(number))) for number in numbers],
     "numbers and tensors": lambda numbers: [n if i % 2 else torch.tensor(n) for i, n in enumerate(numbers)],
-    "column": Column,
     "column of 0-d tensors": lambda numbers: Column(torch.tensor(numbers)),
     "frame of one column": lambda numbers: Frame(np.array(numbers)[:, None]),
     "arrow chunks": lambda numbers: pyarrow.chunked_array([numbers[:3], numbers[3:]]),
-    "arrow scalars": lambda numbers: list(pyarrow.array(numbers)),
     "arrow dictionary": lambda numbers: pyarrow.array(numbers).dictionary_encode(),
     "mapping in another order": lambda numbers: OrderedDict(reversed(list(enumerate(numbers)))),
     "mapping with numpy's rows": lambda numbers: {np.int64(row): number for row, number in enumerate(numbers)},
-    "mapping to tensors": lambda numbers: {row: torch.tensor([number]) for row, number in enumerate(numbers)},
     "read-only mapping": lambda numbers: MappingProxyType(defaultdict(int, enumerate(numbers))),
-    "array [N, 1] of names": lambda numbers: np.array([[f"user {number}"] for number in numbers]),
-    "arrow scalars of names": lambda numbers: list(pyarrow.array([f"user {number}" for number in numbers])),
     "tuples": lambda numbers: [("ward", number, f"user {number}") for number in numbers],
     "frozen sets": lambda numbers: [frozenset({"user", number}) for number in numbers],
-    "dates": lambda numbers: [datetime.date(2020, 1, 1 + number) for number in numbers],
     "0-d arrays of dates": lambda numbers: [np.array(np.datetime64("2020-01-01", "ns") + number) for number in numbers],
     "dataclasses": lambda numbers: [Key(("ward", number)) for number in numbers],
     "classes by value": lambda numbers: [(Color(number % 2), number) for number in numbers],
@@ -148,38 +132,24 @@ SAME = "equal to itself only"
 # Identities, missing values and other mistakes: what is given for 8 rows, error, a part of its text.
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "objects of a class": (lambda: [Plain() for _ in NUMBERS], TypeError, f"row 0.*Plain.*{SAME}"),
-    "one object": (lambda: [*NUMBERS[1:], Plain()], TypeError, "row 7.*Plain"),
-    "a mapping to objects": (lambda: {row: Plain() for row in range(ROWS)}, TypeError, SAME),
     "an own hash by identity": (lambda: [Sly() for _ in NUMBERS], TypeError, SAME),
     "equal to itself only": (lambda: [Unequal() for _ in NUMBERS], TypeError, SAME),
     "functions": (lambda: [lambda: None for _ in NUMBERS], TypeError, SAME),
-    "tuples of tuples of objects": (lambda: [("a", (Plain(),)) for _ in NUMBERS], TypeError, SAME),
-    "frozen sets of tensors": (lambda: [frozenset({torch.tensor(n)}) for n in NUMBERS], TypeError, SAME),
     "dataclasses of tensors": (lambda: [Key(torch.tensor(number)) for number in NUMBERS], TypeError, SAME),
     "tensors of two elements": (lambda: [torch.tensor([number, 1]) for number in NUMBERS], TypeError, "row 0.*Tensor"),
-    "a tensor with gradients": (lambda: [torch.zeros(2, requires_grad=True) * 2] * ROWS, TypeError, "row 0.*Tensor"),
     "a tensor [N, 2]": (lambda: torch.zeros(ROWS, 2), TypeError, r"shape \[8, 2\]"),
-    "a frame [N, 2]": (lambda: Frame(np.zeros((ROWS, 2))), TypeError, r"shape \[8, 2\]"),
-    "a tensor []": (lambda: torch.tensor(3), TypeError, r"shape \[\]"),
     "an array of lists": (lambda: of_objects([[number, 1] for number in NUMBERS]), TypeError, "must be hashable"),
     "a number": (lambda: 3, TypeError, "must be a sequence"),
-    "a string": (lambda: "abcdefgh", TypeError, "must be a sequence"),
     "a set": (lambda: set(range(ROWS)), TypeError, "must be a sequence"),
-    "bytes": (lambda: bytes(NUMBERS), TypeError, "must be a sequence"),
     "None": (lambda: [None, *NUMBERS[1:]], ValueError, "must name the user of every row; got None for row 0"),
     "NaN": (lambda: [*NUMBERS[1:], float("nan")], ValueError, "got nan for row 7"),
-    "NaN in 0-d tensors": (lambda: [torch.tensor(torch.nan)] * ROWS, ValueError, "got nan for row 0"),
     "NaN in tuples": (lambda: [("a", float("nan")) for _ in NUMBERS], ValueError, "row 0"),
-    "NaN in sets": (lambda: [frozenset({float("nan")}) for _ in NUMBERS], ValueError, "row 0"),
     "NaN in dataclasses": (lambda: [Key((float("nan"), 1)) for _ in NUMBERS], ValueError, "row 0"),
     "NaN in records": (lambda: np.array([(0, np.nan)] * ROWS, "i4, f4"), ValueError, "row 0"),
-    "NaN of decimals": (lambda: [decimal.Decimal("nan")] * ROWS, ValueError, "row 0"),
-    "no date": (lambda: [np.datetime64("NaT")] * ROWS, ValueError, "row 0"),
     "nothing in arrow": (lambda: pyarrow.array([*NUMBERS[1:], None]), ValueError, "None for row 7"),
     "a data frame's missing value": (lambda: [*NUMBERS[1:], Unknown()], ValueError, "for row 7"),
     "masked": (lambda: np.ma.array(NUMBERS, mask=[0] * 7 + [1]), ValueError, "None for row 7"),
     "a mapping from 1": (lambda: dict(enumerate(NUMBERS, 1)), ValueError, "row 0 is missing"),
-    "a mapping by tensors": (lambda: {torch.tensor(row): 1 for row in range(ROWS)}, ValueError, "row 0 is missing"),
     "a mapping with a default": (lambda: defaultdict(int, {0: 1}), ValueError, "row 1 is missing"),
     "a mapping with too many rows": (lambda: dict(enumerate([*NUMBERS, 3])), ValueError, "9 keys"),
     "columns": (lambda: {"user": NUMBERS}, ValueError, "row 0 is missing"),

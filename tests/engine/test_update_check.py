@@ -15,11 +15,7 @@ from torch.nn.utils import parametrize
 from ghostclip import PrivacyError
 from ghostclip.engine import PrivacyEngine
 
-OTHERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "sgd without foreach": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, foreach=False, momentum=0.9),
-    "adamw": torch.optim.AdamW,
-}
+OTHERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -37,14 +33,20 @@ def test_a_second_optimizer_is_noticed_at_the_next_batch_and_in_every_report(
 
 def test_a_second_optimizer_is_noticed_between_a_batch_s_start_and_its_first_backward() -> None:
     engine = private()
-    other = torch.optim.SGD(engine.model.parameters(), lr=0.1)
     examples = next(next(runs.nonempty(engine)).physical())
-    runs.losses_of(engine.model, examples).mean().backward()
-    other.step()
-    other.zero_grad()
+    runs.plain_backward(engine.model)
+    torch.optim.SGD(engine.model.parameters(), lr=0.1).step()
+    engine.optimizer.zero_grad()
     with pytest.raises(PrivacyError, match=MOVED):
         engine.backward(runs.losses_of(engine.model, examples))
-    assert all(parameter.grad is None for parameter in engine.model.parameters())
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_an_optimizer_s_own_update_is_no_change(closure: bool) -> None:
+    model = runs.network()
+    engine = private(model, Decaying(model.parameters(), lr=0.01))
+    LOOPS["closure" if closure else "by hand"](engine)
+    assert steps(engine, 2).steps_taken == 5
 
 
 CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
@@ -142,67 +144,39 @@ class Decaying(torch.optim.SGD):
         return value
 
 
-@pytest.mark.parametrize(
-    "make",
-    [Decaying, *OTHERS.values(), lambda p, lr: torch.optim.Adam(p, lr=lr, fused=True)],
-    ids=["decaying", *OTHERS, "fused"],
-)
-@pytest.mark.parametrize("closure", [False, True])
-def test_an_optimizer_s_own_update_is_no_change(make: Callable[..., Any], closure: bool) -> None:
-    model = runs.network()
-    engine = private(model, make(model.parameters(), lr=0.01))
-    for batch in engine.batches():
-        if closure:
-            engine.optimizer.step(lambda batch=batch: runs.gather(engine, batch))
-        else:
-            runs.gather(engine, batch)
-            engine.optimizer.step()
-        engine.optimizer.zero_grad()
-    steps(engine, 2)
-    assert engine.steps_taken == 5
-
-
-def replaced(model: nn.Sequential) -> None:
-    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
-
-
-def grown(model: nn.Sequential) -> None:
-    model.append(nn.Linear(3, 3))
-
-
 OBJECTS: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
     "bfloat16": (lambda model: model.to(torch.bfloat16), "is torch.bfloat16 and was torch.float32"),
-    "float64": (lambda model: model.double(), "is torch.float64 and was torch.float32"),
     "one layer": (lambda model: model[2].half(), r"'2\.weight' is torch.float16"),
     "assigned": (
         lambda model: model.load_state_dict(runs.network().state_dict(), assign=True),
         r"'0\.weight' is another object",
     ),
-    "a parameter": (replaced, r"'0\.weight' is another object"),
     "a layer": (lambda model: model.__setitem__(2, nn.Linear(8, 3)), r"'2\.weight' is another object"),
-    "one more": (grown, r"'3\.weight' is another object"),
+    "one more": (lambda model: model.append(nn.Linear(3, 3)), r"'3\.weight' is another object"),
     "one less": (lambda model: model.__delitem__(2), r"'2\.weight' is another object"),
-    "without": (lambda model: setattr(model[0], "bias", None), r"'0\.bias' is another object"),
 }
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-@pytest.mark.parametrize("when", ["before the first batch", "after steps", "before the step"])
-def test_types_and_objects_that_change_are_refused(name: str, when: str, tmp_path: Path) -> None:
-    engine = private()
+@pytest.mark.parametrize("before", [0, 2], ids=["before the first batch", "after steps"])
+def test_types_and_objects_that_change_are_refused(name: str, before: int, tmp_path: Path) -> None:
+    engine = steps(private(), before)
     change, message = OBJECTS[name]
-    if when == "before the step":
-        runs.gather(engine, next(runs.nonempty(engine)))
-        change(engine.model)
-        with pytest.raises(PrivacyError, match=message):
-            engine.optimizer.step()
-    else:
-        steps(engine, 2 * (when == "after steps"))
-        change(engine.model)
-        assert_all_refuse(engine, message, tmp_path)
-        with pytest.raises(PrivacyError, match=message):
-            engine.accept_parameters()
-    assert engine.steps_taken == 2 * (when == "after steps")
+    change(engine.model)
+    assert_all_refuse(engine, message, tmp_path)
+    with pytest.raises(PrivacyError, match=message):
+        engine.accept_parameters()
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_types_and_objects_that_change_within_a_batch_are_refused_at_its_step(name: str) -> None:
+    engine = private()
+    runs.gather(engine, next(runs.nonempty(engine)))
+    change, message = OBJECTS[name]
+    change(engine.model)
+    with pytest.raises(PrivacyError, match=message):
+        engine.optimizer.step()
+    assert engine.steps_taken == 0
 
 
 def test_modules_without_parameters_may_come_and_go() -> None:
@@ -213,40 +187,26 @@ def test_modules_without_parameters_may_come_and_go() -> None:
     assert steps(engine).steps_taken == 3
 
 
-def by_hand(engine: PrivacyEngine, optimizer: Any) -> None:
+def by_closure(engine: PrivacyEngine) -> None:
     for batch in engine.batches():
-        runs.gather(engine, batch)
-        optimizer.step()
-        optimizer.zero_grad()
+        engine.optimizer.step(lambda batch=batch: runs.gather(engine, batch))
+        engine.optimizer.zero_grad()
 
 
-def by_closure(engine: PrivacyEngine, optimizer: Any) -> None:
-    for batch in engine.batches():
-        optimizer.step(lambda batch=batch: runs.gather(engine, batch))
-        optimizer.zero_grad()
-
-
-def by_the_engine(engine: PrivacyEngine, optimizer: Any) -> None:
-    runs.train(engine)
-
-
-LOOPS = {"by hand": by_hand, "closure": by_closure, "engine.step": by_the_engine}
+LOOPS = {"by hand": runs.train_by_hand, "closure": by_closure, "engine.step": runs.train}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("name", LOOKAHEADS)
 def test_an_optimizer_around_another_steps_with_what_is_released(name: str, loop: str) -> None:
     model, reference = runs.network(), runs.network()
-    inner = torch.optim.Adam(model.parameters(), lr=0.1)
-    engine = private(model, around(name, inner))
+    engine = private(model, around(name, torch.optim.Adam(model.parameters(), lr=0.1)))
     other = torch.optim.Adam(reference.parameters(), lr=0.1)
     fast, slow = list(reference.parameters()), [p.detach().clone() for p in reference.parameters()]
     released: list[list[Tensor]] = []
-    engine.optimizer.register_step_post_hook(
-        lambda *_: released.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    )
+    engine.optimizer.register_step_post_hook(lambda *_: released.append([p.grad.clone() for p in model.parameters()]))
     for _ in range(2):
-        LOOPS[loop](engine, engine.optimizer)
+        LOOPS[loop](engine)
     assert engine.steps_taken == len(released) == 6
     for count, grads in enumerate(released, 1):
         for parameter, grad in zip(fast, grads, strict=True):
@@ -254,17 +214,6 @@ def test_an_optimizer_around_another_steps_with_what_is_released(name: str, loop
         other.step()
         pull_back(count, fast, slow)
     assert torch.equal(runs.weights(model), runs.weights(reference))
-
-
-@pytest.mark.parametrize("name", LOOKAHEADS)
-def test_sums_are_noisy_when_the_inner_optimizer_steps(name: str) -> None:
-    model = runs.network()
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine = private(model, around(name, inner), noise_multiplier=100.0)
-    seen: list[Tensor] = []
-    inner.register_step_pre_hook(lambda *_: seen.append(runs.grads(model)))
-    by_hand(engine, engine.optimizer)
-    assert all(float(grads.norm()) > 10.0 for grads in seen)
 
 
 def test_what_an_inner_optimizer_holds_is_saved_and_restored(tmp_path: Path) -> None:
@@ -283,45 +232,34 @@ def test_the_engine_of_an_inner_optimizer_names_the_outer_one(name: str) -> None
     model = runs.network()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, outer = private(model, inner), around(name, inner)
+
+    def train() -> None:
+        for batch in engine.batches():
+            runs.gather(engine, batch)
+            outer.step()
+            outer.zero_grad()
+
     with pytest.raises(PrivacyError, match=f"Lookahead.*build the engine with the outermost.*{MOVED[-17:]}"):
-        by_hand(engine, outer)
-
-
-def test_an_optimizer_of_torch_s_own_stays_as_it_is() -> None:
-    for kind in (torch.optim.SGD, torch.optim.AdamW):
-        model = runs.network()
-        optimizer = kind(model.parameters(), lr=0.1)
-        step, before = kind.step, dict(vars(optimizer))
-        private(model, optimizer).detach()
-        assert kind.step is step
-        assert {name: vars(optimizer)[name] for name in before} == before
+        train()
 
 
 class Constrained(nn.Module):
     """A network whose forward writes to a weight."""
 
-    def __init__(self, write: Callable[[Tensor], Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.lift, self.head, self.write = nn.Linear(5, 8), nn.Linear(8, 3), write
+        self.lift, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.write(self.lift.weight)
+            self.lift.weight.copy_(torch.renorm(self.lift.weight, 2, 0, 0.5))
         return self.head(self.lift(x).tanh())
 
 
-WRITES: dict[str, Callable[[Tensor], Any]] = {
-    "copied": lambda weight: weight.copy_(torch.renorm(weight, 2, 0, 0.5)),
-    "clamp": lambda weight: weight.clamp_(-0.1, 0.1),
-}
-
-
 @pytest.mark.parametrize("loop", ["by hand", "engine.step"])
-@pytest.mark.parametrize("name", WRITES)
-def test_a_forward_that_writes_to_a_weight_is_told_what_to_do(name: str, loop: str) -> None:
-    engine = private(Constrained(WRITES[name]))
+def test_a_forward_that_writes_to_a_weight_is_told_what_to_do(loop: str) -> None:
     with pytest.raises(PrivacyError, match=r"forward.*max-norm constraint.*accept_parameters"):
-        LOOPS[loop](engine, engine.optimizer)
+        LOOPS[loop](private(Constrained()))
 
 
 class MaxNorm(nn.Module):
@@ -336,6 +274,6 @@ def test_a_parametrization_constrains_a_weight() -> None:
     parametrize.register_parametrization(model[0], "weight", MaxNorm())
     engine = private(model)
     for loop in LOOPS.values():
-        loop(engine, engine.optimizer)
+        loop(engine)
     assert engine.steps_taken == 9
     assert float(model[0].weight.detach().norm(dim=1).max()) <= 0.5 + 1e-6

@@ -102,9 +102,7 @@ def test_a_schedule_moves_once_a_step():
     accelerator = accelerate.Accelerator(cpu=True)
     _, optimizer, engine = prepared(accelerator, True)
     schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, gamma=0.5))
-    for batch in engine.batches():
-        engine.step(batch, runs.losses_of)
-        schedule.step()
+    runs.train(engine, after=schedule.step)
     assert schedule.get_last_lr() == [0.5**4]
 
 
@@ -142,12 +140,6 @@ def test_a_prepared_loader_is_refused():
     model = runs.network()
     with pytest.raises(PrivacyError, match="pass a plain DataLoader"):
         PrivacyEngine(model, torch.optim.SGD(model.parameters(), lr=0.5), loader, noise_multiplier=1.0)
-
-
-def test_two_engines_are_seen_through_the_wrapper():
-    model, optimizer, _ = prepared(accelerate.Accelerator(cpu=True), True)
-    with pytest.raises(PrivacyError, match="another PrivacyEngine"):
-        PrivacyEngine(model, optimizer.optimizer, runs.data(), batch_size=8, noise_multiplier=1.0)
 
 
 def on_two(after: bool) -> Any:

@@ -63,8 +63,7 @@ def test_clipped_gradients_are_opacus_s(name: str, reduction: str, loss: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("noise", "length", "steps", "delta"),
-    [(1.0, 937, 9370, 1e-5), (0.56, 391, 3910, 1e-5), (1.0, 20, 2000, 8e-5), (1.5, 16, 500, 1e-6), (4.0, 1, 10, 1e-5)],
+    ("noise", "length", "steps", "delta"), [(0.56, 391, 3910, 1e-5), (1.5, 16, 500, 1e-6), (4.0, 1, 10, 1e-5)]
 )
 def test_renyi_epsilon_is_opacus_s(noise: float, length: int, steps: int, delta: float) -> None:
     from opacus.accountants import RDPAccountant as Theirs

@@ -2,7 +2,9 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
+import private_runs as runs
 import pytest
 import torch
 from opacus_programs import Characters, mean_loss, private, train
@@ -10,7 +12,6 @@ from scipy.special import comb, logsumexp
 from torch import nn
 
 import ghostclip
-from ghostclip import accounting
 from ghostclip.compat.opacus import (
     DPLSTM,
     DPMultiheadAttention,
@@ -55,7 +56,7 @@ def test_another_accountant_takes_over_what_was_counted() -> None:
         engine.accountant = object()
 
 
-@pytest.mark.parametrize("orders", [[], [1.0], [0.5, 2.0], [math.nan], [math.inf]])
+@pytest.mark.parametrize("orders", [[], [0.5, 2.0], [math.nan], [math.inf]])
 def test_orders_that_bound_nothing_are_refused(orders: list[float]) -> None:
     accountant = RDPAccountant()
     accountant.step(noise_multiplier=1.0, sample_rate=0.1)
@@ -64,19 +65,16 @@ def test_orders_that_bound_nothing_are_refused(orders: list[float]) -> None:
 
 
 @pytest.mark.slow
-def test_epsilon_is_that_of_the_steps_charged() -> None:
-    for kind in ("prv", "rdp"):
-        engine = PrivacyEngine(accountant=kind)
-        assert engine.get_epsilon(1e-5) == 0
-        model, optimizer, loader = private(engine, "words", layers, noise_multiplier=1.2)
-        list(train(loader, model, optimizer, mean_loss))
-        assert engine.accountant.history == [(1.2, 0.2, 5)]
-        other = PRVAccountant() if kind == "prv" else RDPAccountant()
-        for _ in range(5):
-            other.step(noise_multiplier=1.2, sample_rate=0.2)
-        assert engine.get_epsilon(1e-5) == other.get_epsilon(1e-5)
-    pld = accounting.epsilon(noise_multiplier=1.2, sample_rate=0.2, steps=5, delta=1e-5)
-    assert PRVAccountant().get_epsilon(1e-5) == 0 < pld < engine.get_epsilon(1e-5)
+@pytest.mark.parametrize(("name", "kind"), [("prv", PRVAccountant), ("rdp", RDPAccountant)])
+def test_epsilon_is_that_of_the_steps_charged(name: str, kind: Any) -> None:
+    engine, other = PrivacyEngine(accountant=name), kind()
+    assert engine.get_epsilon(1e-5) == other.get_epsilon(1e-5) == 0
+    model, optimizer, loader = private(engine, "words", layers, noise_multiplier=1.2)
+    list(train(loader, model, optimizer, mean_loss))
+    for _ in range(5):
+        other.step(noise_multiplier=1.2, sample_rate=0.2)
+    assert engine.accountant.history == other.history == [(1.2, 0.2, 5)]
+    assert engine.get_epsilon(1e-5) == other.get_epsilon(1e-5) > 0
 
 
 class WithEpsilon:
@@ -103,25 +101,17 @@ def test_make_private_with_epsilon_spends_the_target_in_its_epochs(accountant: s
     assert 3.99 < engine.get_epsilon(1e-5) <= 4.0
 
 
-@pytest.mark.slow
 def test_an_opacus_history_counts_in_a_ledger(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     state = {"history": [(1.0, 0.01, 70), (2.0, 0.02, 3)], "mechanism": "rdp"}
     import_history(state, path)
     assert Ledger(path).events == [SampledGaussian(0.01, 1.0, 70), SampledGaussian(0.02, 2.0, 3)]
-    model = nn.Linear(3, 2)
-    data = torch.utils.data.TensorDataset(torch.randn(20, 3))
-    engine = ghostclip.PrivacyEngine(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_size=5, noise_multiplier=1.0, ledger=path
-    )
+    engine = runs.engine_for(runs.network(), noise_multiplier=1.0, clipping=1.0, ledger=path)
     accountant = PRVAccountant()
     accountant.load_state_dict(state)
     assert engine.epsilon(1e-5) == accountant.get_epsilon(1e-5) > 0
-
-
-def test_a_history_that_is_none() -> None:
     with pytest.raises(ValueError, match="must have a history"):
-        RDPAccountant().load_state_dict({"mechanism": "rdp"})
+        accountant.load_state_dict({"mechanism": "rdp"})
 
 
 def test_checkpoints_forget_nothing(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ import copy
 import pickle
 from typing import Any
 
+import private_runs as runs
 import pytest
 import torch
-from opacus_programs import MAX_NORM, assert_by_hand, mean_loss, private, taken, train
+from opacus_programs import MAX_NORM, assert_by_hand, mean_loss, private, train
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -93,13 +94,12 @@ def test_a_batch_that_is_left_out() -> None:
 def test_a_part_that_is_left_out() -> None:
     model, optimizer, loader = words(batch_size=20)
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as parts:
-        batches = iter(parts)
-        before = copy.deepcopy(model.state_dict())
+        batches, before = iter(parts), runs.weights(model)
         step(model, optimizer, next(batches))
         next(batches)
         with pytest.raises(PrivacyError, match="neither charged nor released"):
             next(batches)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(runs.weights(model), before)
 
 
 def test_an_exception_in_the_loop_leaves_nothing_behind() -> None:
@@ -112,9 +112,8 @@ def test_an_exception_in_the_loop_leaves_nothing_behind() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    batch = next(iter(loader))
-    assert_by_hand(taken(optimizer, model, batch, lambda: mean_loss(model, batch).backward()), mean_loss, 8)
-    assert len(list(train(loader, model, optimizer, mean_loss))) == 5
+    for taken in train(loader, model, optimizer, mean_loss):
+        assert_by_hand(taken, mean_loss, 8)
 
 
 @pytest.mark.filterwarnings("ignore:the DataLoader's")
@@ -148,17 +147,22 @@ class Mixing(nn.Linear):
         return out - out.mean(0)
 
 
+ROWS = TensorDataset(torch.randn(30, 3))
+
+
+def made_of(module: nn.Module, data: Any = ROWS) -> Any:
+    return PrivacyEngine().make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(data, batch_size=10),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("model", "error", "says"),
+    ("kind", "error", "says"),
     [(OwnLoss, LossShapeError, "loss of shape \\[\\] that the model"), (Mixing, UnsupportedModelError, "mix|depend")],
 )
-def test_outputs_that_do_not_belong_to_examples(model: Any, error: Any, says: str) -> None:
-    module = model(3, 2)
-    data = DataLoader(TensorDataset(torch.randn(30, 3)), batch_size=10)
-    module, optimizer, loader = PrivacyEngine().make_private(
-        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), data_loader=data, noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )  # fmt: skip
+def test_outputs_that_do_not_belong_to_examples(kind: Any, error: Any, says: str) -> None:
+    module, optimizer, loader = made_of(kind(3, 2))
     (x,) = next(iter(loader))
     module(x).square().mean().backward()
     with pytest.raises(error, match=says):
@@ -176,70 +180,57 @@ def test_parameters_that_moved_elsewhere() -> None:
     assert engine.get_epsilon(1e-5) == float("inf")
 
 
-def test_numbers_that_charges_are_made_from_stay() -> None:
+@pytest.mark.parametrize("name", ["noise_multiplier", "max_grad_norm", "expected_batch_size", "loss_reduction"])
+def test_numbers_that_charges_are_made_from_stay(name: str) -> None:
     _, optimizer, _ = words()
-    for name in ("noise_multiplier", "max_grad_norm", "expected_batch_size", "loss_reduction"):
-        with pytest.raises(AttributeError, match=r"make_private\(\) again|no setter|can't set"):
-            setattr(optimizer, name, 0.0)
-    with pytest.raises(AttributeError, match="per_example_grads"):
-        _ = optimizer.grad_samples
+    with pytest.raises(AttributeError, match=r"make_private\(\) again|no setter|can't set"):
+        setattr(optimizer, name, 0.0)
 
 
-def test_a_data_set_without_a_length() -> None:
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self) -> Any:
-            yield torch.zeros(3)
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        yield torch.zeros(3)
 
-    model = nn.Linear(3, 2)
-    with pytest.raises(PrivacyError, match="can't be read at random"):
-        PrivacyEngine().make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=1.0,
-            data_loader=DataLoader(Stream()), max_grad_norm=1.0,
-        )  # fmt: skip
+
+def foreign_loader() -> None:
+    BatchMemoryManager(data_loader=[1], max_physical_batch_size=2, optimizer=words()[1])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("build", "error", "says"),
     [
-        ({"loss_reduction": "none"}, ValueError, "loss_reduction"),
-        ({"clipping": "adaptive"}, ValueError, "Adaptive"),
-        ({"clipping": "per_layer"}, ValueError, "a list of 5 norms"),
-        ({"grad_sample_mode": "no_op"}, ValueError, "per_example_grads"),
-        ({"wrap_model": False}, ValueError, "same object"),
-        ({"max_grad_nrom": 1.0}, TypeError, r"make_private\(\) has no option 'max_grad_nrom'; it takes batch_first"),
+        (lambda: words(loss_reduction="none"), ValueError, "loss_reduction"),
+        (lambda: words(clipping="adaptive"), ValueError, "Adaptive"),
+        (lambda: words(clipping="per_layer"), ValueError, "a list of 5 norms"),
+        (lambda: words(grad_sample_mode="no_op"), ValueError, "per_example_grads"),
+        (lambda: words(wrap_model=False), ValueError, "same object"),
+        (
+            lambda: words(max_grad_nrom=1.0),
+            TypeError,
+            r"make_private\(\) has no option 'max_grad_nrom'; it takes",
+        ),
+        (lambda: words()[1].grad_samples, AttributeError, "per_example_grads"),
+        (foreign_loader, TypeError, "make_private"),
+        (lambda: PrivacyEngine(accountant="gdp"), ValueError, "central-limit"),
+        (lambda: made_of(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))), UnsupportedModelError, "BatchNorm"),
+        (lambda: made_of(nn.Linear(3, 2), Stream()), PrivacyError, "can't be read at random"),
     ],
 )
-def test_options_without_a_meaning(options: dict[str, Any], error: Any, says: str) -> None:
+def test_what_has_no_meaning_here(build: Any, error: Any, says: str) -> None:
     with pytest.raises(error, match=says):
-        words(**options)
-
-
-def test_foreign_loaders_and_accountants() -> None:
-    model, optimizer, _ = words()
-    with pytest.raises(TypeError, match="make_private"):
-        BatchMemoryManager(data_loader=[1], max_physical_batch_size=2, optimizer=optimizer)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="central-limit"):
-        PrivacyEngine(accountant="gdp")
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with pytest.raises(UnsupportedModelError, match="BatchNorm"):
-        PrivacyEngine().make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=1.0,
-            data_loader=DataLoader(TensorDataset(torch.randn(4, 2))), max_grad_norm=1.0,
-        )  # fmt: skip
+        build()
 
 
 def test_noise_and_samples_that_can_be_foretold_are_charged_as_none() -> None:
-    def run() -> tuple[PrivacyEngine, list[torch.Tensor]]:
+    found = []
+    for _ in range(2):
         engine = PrivacyEngine()
-        model, optimizer, loader = private(
-            engine, "words", layers, noise_multiplier=1.0, noise_generator=torch.Generator().manual_seed(5)
-        )
+        options = {"noise_multiplier": 1.0, "noise_generator": torch.Generator().manual_seed(5)}
+        model, optimizer, loader = private(engine, "words", layers, **options)
         list(train(loader, model, optimizer, mean_loss))
-        return engine, list(model.parameters())
-
-    (engine, first), (_, second) = run(), run()
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    assert engine.get_epsilon(1e-5) == float("inf")
+        found.append(runs.weights(model))
+        assert engine.get_epsilon(1e-5) == float("inf")
+    assert torch.equal(*found)
 
 
 def test_unpredictable_noise_has_no_generator() -> None:

@@ -6,7 +6,6 @@ from functools import partial
 import oracle
 import pytest
 import torch
-from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers")
 huggingface_hub = pytest.importorskip("huggingface_hub")
@@ -102,19 +101,6 @@ def test_losses_are_those_of_the_model_on_single_examples(name):
     torch.testing.assert_close(losses_for(model)(model, batch), torch.stack(own), **off)
 
 
-def test_losses_may_be_the_user_s(tmp_path):
-    seen = []
-
-    def double(model, inputs):
-        labels = inputs.pop("labels")
-        losses = F.cross_entropy(model(**inputs).logits, labels, reduction="none")
-        seen.append(losses.shape)
-        return 2 * losses
-
-    trainer(tmp_path, bert("SequenceClassification"), data(labelled_text), compute_losses=double, max_steps=1).train()
-    assert set(seen) == {(2,)}
-
-
 def test_log_rows_have_epsilon_and_nothing_private(tmp_path):
     subject = trainer(tmp_path, privacy=PrivacyArguments(noise_multiplier=2.0, target_delta=1e-2), max_steps=2)
     output = subject.train()
@@ -159,18 +145,6 @@ def test_the_logical_batch_is_that_of_a_device_times_accumulation(tmp_path):
     assert all(size <= 2 for each in seen.sizes for size in each)
     assert len({sum(each) for each in seen.sizes}) > 1
     assert subject.state.epoch == pytest.approx(11 / 7)
-
-
-def test_empty_logical_batches_are_steps_of_noise(tmp_path):
-    model = gpt2()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 6}
-    subject = trainer(tmp_path, model, data(count=400), **options)
-    seen = Sizes(subject)
-    subject.train()
-    assert [] in seen.sizes
-    assert subject.engine.steps_taken == 6
-    assert all(not torch.equal(was, now) for was, now in zip(before, model.parameters(), strict=True))
 
 
 def test_training_twice_adds_up(tmp_path):
@@ -222,21 +196,3 @@ def test_a_saved_model_is_a_plain_one(tmp_path):
     assert subject.model.generate(ids, max_new_tokens=3, do_sample=False).tolist() == (
         plain.generate(ids, max_new_tokens=3, do_sample=False).tolist()
     )
-
-
-def test_evaluation_during_training(tmp_path):
-    subject = trainer(tmp_path, more={"eval_dataset": data()}, eval_strategy="steps", eval_steps=1)
-    subject.train()
-    rows = [row for row in subject.state.log_history if "eval_loss" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all("epsilon" in row for row in rows)
-    assert subject.evaluate()["eval_loss"] == pytest.approx(rows[-1]["eval_loss"])
-
-
-@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
-def test_a_step_without_a_finite_example_is_named(spoilt, tmp_path, caplog):
-    examples = data(image)
-    for example in examples:
-        example["pixel_values"].fill_(spoilt)
-    trainer(tmp_path, vit(), examples).train()
-    assert caplog.text.count(f"none of the {len(examples)} examples of a logical batch had a finite loss") == 1

@@ -69,11 +69,8 @@ def test_steps_after_the_last_checkpoint_stay_charged(tmp_path):
 @pytest.mark.slow
 def test_a_training_within_a_target_ends_early_for_them(tmp_path, caplog):
     private = PrivacyArguments(target_epsilon=5.0, target_delta=1e-2, self_check=False)
-    options = {
-        "privacy": private,
-        "logging_strategy": "no",
-        "count": 6,
-    }  # every example in every batch: quickly charged
+    # Every example in every batch: quickly charged.
+    options = {"privacy": private, "logging_strategy": "no", "count": 6}
     run(tmp_path, stop=5, **options)
     resumed = run(tmp_path, resume=True, **options)
     assert resumed.state.global_step == 11
@@ -123,10 +120,3 @@ def test_old_checkpoints_are_removed_and_the_best_model_comes_back(tmp_path, cap
     assert "load_best_model_at_end: training follows metrics" in caplog.text
     assert subject.evaluate()["eval_loss"] == pytest.approx(subject.state.best_metric)
     assert subject.engine.epsilon() == float("inf")
-
-
-def test_save_only_model_saves_no_privacy_state(tmp_path):
-    run(tmp_path, save_only_model=True, max_steps=2)
-    assert not (tmp_path / "checkpoint-2" / "privacy").exists()
-    with pytest.raises(PrivacyError, match="save_only_model"):
-        run(tmp_path, resume=str(tmp_path / "checkpoint-2"))

@@ -90,14 +90,6 @@ def test_data_modules_and_schedules(tmp_path):
     assert trainer.optimizers[0].param_groups[0]["lr"] == lr.RATE * 0.5**6
 
 
-@pytest.mark.slow
-def test_the_noise_is_calibrated_for_the_trainer_s_length(tmp_path):
-    spent = {"noise_multiplier": None, "target_epsilon": 3.0}
-    _, callback = lr.fit(tmp_path, max_epochs=3, engine=spent)
-    assert callback.engine.planned_steps == callback.engine.steps_taken == 9
-    assert 2.9 < callback.engine.epsilon() <= 3.0
-
-
 def test_the_length_by_limits(tmp_path):
     loader = TrainLoader(DataSource(lr.loader()), {})
     trainer = lr.trainer(tmp_path, max_steps=7, max_epochs=5, limit_train_batches=2)
@@ -131,12 +123,6 @@ class DataSource:
 
     def __init__(self, loader):
         self.dataloader = lambda: loader
-
-
-@pytest.mark.slow
-def test_limited_epochs_are_charged_by_the_step(tmp_path):
-    trainer, callback = lr.fit(tmp_path, limit_train_batches=2, max_epochs=3)
-    assert trainer.global_step == callback.engine.steps_taken == 6
 
 
 CALLS: list[int] = []

@@ -97,37 +97,30 @@ def test_two_processes_with_fabric(tmp_path):
         torch.testing.assert_close(one, alone, rtol=1e-9, atol=1e-12)
 
 
+def with_fabric(precision: Any = None, **options: Any) -> Any:
+    """(fabric, model, optimizer, engine)."""
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
+    model: Any = runs.network()
+    made = setup_fabric(fabric, model, torch.optim.SGD(model.parameters(), lr=lr.RATE), lr.loader().dataset, **options)
+    return fabric, *made
+
+
 def test_bfloat16_and_checkpoints_with_fabric(tmp_path):
-    found = []
-    for place in (None, tmp_path / "run"):
-        fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-        model: Any = runs.network()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=lr.RATE)
-        options = {"noise_multiplier": 1.0, "noise": "test", "seed": 3, "batch_size": lr.BATCH}
-        model, optimizer, engine = setup_fabric(fabric, model, optimizer, lr.loader().dataset, **options)
-        for number, batch in enumerate(engine.batches()):
-            for examples in batch.physical():
-                engine.backward(runs.losses_of(model, examples))
-            optimizer.step()
-            optimizer.zero_grad()
-            if place is not None and number == 0:
-                engine.save(place)
-        if place is not None:
-            engine.restore(place)
-            for batch in engine.batches():
-                engine.step(batch, runs.losses_of)
-        found.append([p.detach().clone() for p in model.parameters()])
-    for one, resumed in zip(*found, strict=True):
-        assert torch.equal(one, resumed)
+    options = {"noise_multiplier": 1.0, "noise": "test", "seed": 3, "batch_size": lr.BATCH}
+    _, model, _, engine = with_fabric("bf16-mixed", **options)
+    runs.train(engine, 1)
+    engine.save(tmp_path / "run")
+    runs.train(engine, 2)
+    expected = runs.weights(model)
+    engine.restore(tmp_path / "run")
+    runs.train(engine, 2)
+    assert torch.equal(runs.weights(model), expected)
 
 
 @pytest.mark.parametrize(("how", "error"), [("backward", PrivacyError), ("mean", LossShapeError), ("clip", None)])
 def test_fabric_s_own_backward_is_refused_and_its_clipping_finds_nothing(how, error):
-    fabric = lightning.Fabric(accelerator="cpu", devices=1)
-    model: Any = runs.network()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=lr.RATE)
-    model, optimizer, engine = setup_fabric(fabric, model, optimizer, runs.data(), batch_size=8, noise_multiplier=1.0,
-                                            max_physical_batch_size=3)  # fmt: skip
+    options = {"batch_size": 8, "noise_multiplier": 1.0, "max_physical_batch_size": 3}
+    fabric, model, optimizer, engine = with_fabric(**options)
     batch = next(runs.nonempty(engine))
     with pytest.raises(error) if error else contextlib.nullcontext():
         for examples in batch.physical():

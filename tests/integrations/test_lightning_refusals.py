@@ -4,7 +4,6 @@ import pytest
 
 pytest.importorskip("lightning")
 
-import lightning
 import lightning_runs as lr
 import private_runs as runs
 import torch
@@ -12,12 +11,9 @@ from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationSch
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from ghostclip import (
-    BudgetExceededError,
-    GradientLeakError,
     LossShapeError,
     PrivacyError,
     UnsupportedModelError,
-    VerificationError,
 )
 from ghostclip.integrations.lightning import PrivacyCallback
 
@@ -88,11 +84,6 @@ def test_a_batch_that_a_hook_leaves_out_is_charged(tmp_path):
     assert sum(event.count for event in callback.engine.events) == 6  # two epochs of two steps and one left out
 
 
-def mixes(self, examples):
-    losses = lr.Module.losses(self, examples)
-    return losses * (losses / losses.mean()).detach()
-
-
 def normalises(self):
     self.net = torch.nn.Sequential(self.net, torch.nn.BatchNorm1d(3))
     return lr.Module.configure_optimizers(self)
@@ -100,18 +91,6 @@ def normalises(self):
 
 def forgets(self, batch):
     for examples in batch.physical():
-        self.manual_backward(self.losses(examples))
-
-
-def plain(self, batch):
-    for examples in batch.physical():
-        self.losses(examples).mean().backward()
-    self.optimizers().step()
-
-
-def penalizes(self, batch):
-    for examples in batch.physical():
-        sum(p.square().sum() for p in self.parameters()).backward()
         self.manual_backward(self.losses(examples))
 
 
@@ -126,12 +105,9 @@ MODULES = [
      r"training_step .* shape \[\d+, 1\]"),
     ({"training_step": lambda *_: None}, LossShapeError, "training_step .* NoneType.* loss of zero"),
     ({"on_before_optimizer_step": rescales}, PrivacyError, "on_before_optimizer_step"),
-    ({"losses": mixes}, VerificationError, "examples that mix"),
     ({"configure_optimizers": normalises}, UnsupportedModelError, "BatchNorm"),
     ({"manual_step": forgets}, PrivacyError, "had no step"),
-    ({"manual_step": plain}, PrivacyError, "ran for 0 of the 1 physical"),
     ({"manual_step": lambda self, batch: self.manual_backward(self.losses(batch))}, TypeError, "LogicalBatch"),
-    ({"manual_step": penalizes}, GradientLeakError, "filled or changed"),
     ({"manual_step": lr.Module.manual_step,
       "configure_optimizers": lambda self: [lr.Module.configure_optimizers(self) for _ in range(2)]},
      PrivacyError, "2 optimizers"),
@@ -160,28 +136,14 @@ def test_gradients_are_not_there_yet_before_the_optimizer_s_step(tmp_path):
     assert all(looks)
 
 
-def test_options():
-    with pytest.raises(TypeError, match="'noise_multiplyer' is no option"):
-        PrivacyCallback(noise_multiplyer=1.0)
-    with pytest.raises(TypeError, match="no argument max_grad_norm; use clipping"):
-        PrivacyCallback(max_grad_norm=1.0)
-    with pytest.raises(TypeError, match="'model' is no option"):
-        PrivacyCallback(model=torch.nn.Linear(2, 2))
-
-
-@pytest.mark.slow
-def test_a_spent_budget(tmp_path):
-    steps = lr.Steps()
-    with pytest.raises(BudgetExceededError):
-        lr.fit(tmp_path, callbacks=[steps], engine={"max_epsilon": 5.2})
-    assert len(steps.sizes) == 4
-
-
-def test_weights_that_move_outside_of_steps(tmp_path):
-    class Averages(lightning.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            with torch.no_grad():
-                pl_module.net[0].weight.mul_(0.5)
-
-    with pytest.raises(PrivacyError, match="accept_parameters"):
-        lr.fit(tmp_path, callbacks=[Averages()])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"noise_multiplyer": 1.0}, "'noise_multiplyer' is no option"),
+        ({"max_grad_norm": 1.0}, "no argument max_grad_norm; use clipping"),
+        ({"model": torch.nn.Linear(2, 2)}, "'model' is no option"),
+    ],
+)
+def test_options(options, words):
+    with pytest.raises(TypeError, match=words):
+        PrivacyCallback(**options)

@@ -20,9 +20,7 @@ matplotlib = pytest.importorskip("matplotlib")
 def trace_of(path: Path, clipping: Any, **changes: Any) -> dict[str, Any]:
     engine = runs.engine_for(runs.network(), clipping=clipping, noise_multiplier=1.0, self_check=False, **changes)
     engine.trace(path, every=2)
-    for _ in range(3):
-        for batch in engine.batches():
-            engine.step(batch, runs.losses_of)
+    runs.train(engine, 3 * len(engine.batches()))
     return traces.read(path)
 
 
@@ -54,7 +52,7 @@ def test_all_plots_are_written_as_png_files(tmp_path: Path, found: dict[str, Any
         assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 20
 
 
-@pytest.mark.parametrize("value", ["median_norm", "fraction_clipped", "cosine", "snr"])
+@pytest.mark.parametrize("value", ["median_norm", "snr"])
 def test_a_heatmap_has_a_row_for_each_group_and_says_what_it_is(value: str, found: Any, drawn: list[Any]) -> None:
     trace_plots.heatmap(found, value)
     axes = drawn[0].axes[0]
@@ -64,13 +62,6 @@ def test_a_heatmap_has_a_row_for_each_group_and_says_what_it_is(value: str, foun
     expected = np.array(medians if value == "median_norm" else found[value]).T
     np.testing.assert_allclose(np.ma.filled(shown.astype(float), np.nan), expected)
     assert "not private" in texts(drawn[0])
-
-
-def test_an_unknown_value_or_group_is_refused(found: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="value must be one of 'median_norm'"):
-        trace_plots.heatmap(found, "norm")
-    with pytest.raises(ValueError, match=r"groups must be among \['0', '2', 'all'\]; got \['1'\]"):
-        trace_plots.histograms(found, ["1"])
 
 
 def test_histograms_count_every_finite_norm_and_show_thresholds(found: dict[str, Any], drawn: list[Any]) -> None:
@@ -98,12 +89,9 @@ def test_steps_without_examples_and_a_single_step_are_drawn(tmp_path: Path) -> N
     found = trace_of(tmp_path / "t.npz", 0.3, batch_size=1)
     assert 0 in found["examples"]
     first = found | {name: found[name][:1] for name in ("step", "norms", *traces.BY_GROUP)}
-    empty = first | {"norms": [found["norms"][0][:, :0]]}
-    for each in (found, first, empty):
-        for value in ("median_norm", "fraction_clipped", "cosine", "snr"):
-            assert trace_plots.heatmap(each, value).startswith(b"\x89PNG")
-        assert trace_plots.histograms(each).startswith(b"\x89PNG")
-        assert trace_plots.threshold_paths(each).startswith(b"\x89PNG")
+    for each in (found, first, first | {"norms": [found["norms"][0][:, :0]]}):
+        for draw in (trace_plots.heatmap, trace_plots.histograms, trace_plots.threshold_paths):
+            assert draw(each).startswith(b"\x89PNG")
 
 
 def test_the_cost_of_a_trace_is_measured(tmp_path: Path, capsys: Any) -> None:
@@ -133,13 +121,3 @@ def test_mislabelled_digits_are_found(tmp_path: Path) -> None:
     assert results["epochs"][-1]["norm"]["found"]["median"] > 0.6
     assert results["epochs"][-1]["norm"]["area"]["median"] > 0.95
     assert (tmp_path / "mislabelled.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_labels_are_flipped_to_other_classes() -> None:
-    pytest.importorskip("sklearn")
-    module = script("mislabelled")
-    (_, one, flipped), (_, other, others) = module.digits(0), module.digits(1)
-    right = one.where(~flipped, other)  # right in at least one of the two, but for labels flipped in both
-    assert int(flipped.sum()) == int(others.sum()) == 90
-    assert (one != right)[flipped & ~others].all()
-    assert (one == other)[~flipped & ~others].all()
