@@ -88,7 +88,7 @@ class TermReceiver(ABC):
         parts, regrouping = self._parts[id(call)], self.layout.regrouping.get(id(call))
         with full_precision(grad.device):
             if regrouping is None and self.takes_pairs and self._may_pair(call, parts):
-                pair = call.layer.linear_pair(call, inputs, grad)
+                pair = call.linear_pair(inputs, grad)
                 if pair is not None:
                     self._take_pair([parts[name] for name in pair.names], pair)
                     return

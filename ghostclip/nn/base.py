@@ -113,6 +113,10 @@ class LayerCall:
         self.values: Sequence[Tensor] = ()
         self.lengths: Sequence[Tensor | None] = ()
 
+    def linear_pair(self, inputs: tuple[Tensor, ...], grad: Tensor) -> LinearPair | None:
+        """`GhostLayer.linear_pair` of this use."""
+        return self.layer.linear_pair(self, inputs, grad)
+
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         """The per-example gradients of ``name`` by the layer's rule; a plain tensor [B, *shape] is taken as is."""
         found: Any = self.layer.per_example(name, self, inputs, grad)
