@@ -371,8 +371,8 @@ def resumed(path: Path, restore: bool) -> dict[str, Any]:
 
 def test_a_run_of_two_ranks_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "saved"
-    whole = on_ranks(partial(resumed, path, False, 9), tmp_path)
-    again = on_ranks(partial(resumed, path, True, 5), tmp_path)
+    whole = on_ranks(partial(resumed, path, False), tmp_path)
+    again = on_ranks(partial(resumed, path, True), tmp_path)
     for rank in again:
         assert torch.equal(rank["weights"], whole[0]["weights"])
         assert (rank["steps"], rank["place"].steps, rank["events"]) == (9, 4, whole[0]["events"])
