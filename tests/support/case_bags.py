@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from case_models import Wired, freeze, tie
-from case_types import Case, indices, normal
+from case_types import TIME_FIRST, Case, indices, normal
 from torch import Tensor
 
 __all__ = ["BAG_CASES"]
@@ -68,15 +68,10 @@ def _bags() -> Iterator[Case]:
     for mode in ("sum", "max"):
         yield Case(f"bag_{mode} tied with embedding and head", partial(_tied_bag, mode), (indices(5, 4),))
     yield Case("embedding int32", lambda nn: nn.Embedding(4, 3, padding_idx=2), (indices(4, 6, lay_out=Tensor.int),))
-    yield Case(
-        "embedding time first",
-        lambda nn: nn.Embedding(4, 3, padding_idx=0),
-        (indices(4, 6, batch_dim=1),),
-        output_dim=1,
-        wrap={"batch_dim": 1},
-    )
-    yield Case("embedding frozen", lambda nn: nn.Sequential(freeze(nn.Embedding(4, 3), "weight"), nn.Linear(3, 2)),
-               (tokens,))  # fmt: skip
+    table = lambda nn: nn.Embedding(4, 3, padding_idx=0)  # noqa: E731
+    yield Case("embedding time first", table, (indices(4, 6, batch_dim=1),), **TIME_FIRST)
+    frozen = lambda nn: nn.Sequential(freeze(nn.Embedding(4, 3), "weight"), nn.Linear(3, 2))  # noqa: E731
+    yield Case("embedding frozen", frozen, (tokens,))
 
 
 def _every_other(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from case_bags import BAG_CASES
 from case_models import Wired, freeze, tie
-from case_types import Case, normal
+from case_types import TIME_FIRST, Case, normal
 
 __all__ = ["LAYER_CASES"]
 
@@ -60,16 +60,9 @@ def _transposed() -> Iterator[Case]:
     yield Case("conv_transpose2d leaf input", strided, (normal(4, 3, 3, requires_grad=True),))
     for part in ("weight", "bias"):
         yield Case(f"conv_transpose2d frozen {part}", lambda nn, p=part: freeze(strided(nn), p), (normal(4, 3, 3),))
-    same = {"stride": 1, "padding": 1}
-    yield Case(
-        "conv_transpose1d twice", lambda nn: nn.Sequential(*[nn.ConvTranspose1d(2, 2, 3, **same)] * 2), (normal(2, 5),)
-    )
-    grouped = same | {"groups": 2}
-    yield Case(
-        "conv_transpose1d groups twice",
-        lambda nn: nn.Sequential(*[nn.ConvTranspose1d(2, 2, 3, **grouped)] * 2),
-        (normal(2, 5),),
-    )
+    for name, groups in {"": 1, " groups": 2}.items():
+        twice = lambda nn, g=groups: nn.Sequential(*[nn.ConvTranspose1d(2, 2, 3, padding=1, groups=g)] * 2)  # noqa: E731
+        yield Case(f"conv_transpose1d{name} twice", twice, (normal(2, 5),))
     mixed = lambda nn: nn.Sequential(nn.Conv1d(2, 2, 3), nn.Tanh(), nn.ConvTranspose1d(2, 2, 3, stride=2))  # noqa: E731
     yield Case("conv and conv_transpose tied", lambda nn: tie(mixed(nn), "0", "2"), (normal(2, 6),))
     folded = lambda m, x: m.up(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # noqa: E731
@@ -105,7 +98,7 @@ def _bilinear() -> Iterator[Case]:
     yield Case("bilinear one input in place 3-D", own, (normal(4, 5),))
     time_first = normal(6, 3, batch_dim=1), normal(6, 4, batch_dim=1)
     build = lambda nn: nn.Bilinear(3, 4, 2)  # noqa: E731
-    yield Case("bilinear time first", build, time_first, output_dim=1, wrap={"batch_dim": 1})
+    yield Case("bilinear time first", build, time_first, **TIME_FIRST)
 
 
 def _normalization() -> Iterator[Case]:
@@ -124,8 +117,8 @@ def _normalization() -> Iterator[Case]:
     twice = lambda nn: (lambda norm: nn.Sequential(norm, nn.Tanh(), norm))(nn.RMSNorm(5))  # noqa: E731
     yield Case("rmsnorm twice", twice, (normal(6, 5),))
     for name in ("LayerNorm", "RMSNorm"):
-        yield Case(f"{name.lower()} time first", lambda nn, n=name: getattr(nn, n)(5), (normal(6, 5, batch_dim=1),),
-                   output_dim=1, wrap={"batch_dim": 1})  # fmt: skip
+        norm = lambda nn, n=name: getattr(nn, n)(5)  # noqa: E731
+        yield Case(f"{name.lower()} time first", norm, (normal(6, 5, batch_dim=1),), **TIME_FIRST)
         chain = lambda nn, n=name: nn.Sequential(nn.Linear(5, 5), getattr(nn, n)(5))  # noqa: E731
         yield Case(f"{name.lower()} frozen", lambda nn, c=chain: freeze(c(nn), "1.weight"), (normal(5),))
     for dims in (1, 2, 3):
@@ -173,8 +166,7 @@ def _prelu() -> Iterator[Case]:
     yield Case("prelu transposed", lambda nn: nn.PReLU(4), (normal(3, 4, lay_out=lambda x: x.mT),))
     last = partial(torch.Tensor.contiguous, memory_format=torch.channels_last)
     yield Case("prelu channels_last", lambda nn: nn.PReLU(4), (normal(4, 3, 3, lay_out=last),))
-    yield Case("prelu time first", lambda nn: nn.PReLU(), (normal(6, 5, batch_dim=1),), output_dim=1,
-               wrap={"batch_dim": 1})  # fmt: skip
+    yield Case("prelu time first", lambda nn: nn.PReLU(), (normal(6, 5, batch_dim=1),), **TIME_FIRST)
     shared = lambda nn: (lambda act: nn.Sequential(nn.Linear(5, 5), act, nn.Linear(5, 5), act))(nn.PReLU())  # noqa: E731
     yield Case("prelu twice", shared, (normal(5),))
     yield Case("prelu frozen", lambda nn: freeze(shared(nn), "1"), (normal(5),))

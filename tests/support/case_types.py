@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Build", "Case", "Input", "indices", "normal", "project"]
+__all__ = ["TIME_FIRST", "Build", "Case", "Input", "indices", "normal", "project"]
 
 Build = Callable[[ModuleType], torch.nn.Module]
 
@@ -43,6 +43,10 @@ def normal(*shape: int, **options: Any) -> Input:
 def indices(below: int, *shape: int, **options: Any) -> Input:
     """Whole numbers below ``below``."""
     return Input(shape, below=below, **options)
+
+
+# Options of a case whose outputs have their examples in dimension 1, in layers that are told so.
+TIME_FIRST: dict[str, Any] = {"output_dim": 1, "wrap": {"batch_dim": 1}}
 
 
 @dataclass(frozen=True)

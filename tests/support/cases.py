@@ -31,7 +31,7 @@ from case_models import (
     transformer,
 )
 from case_recurrent import RECURRENT
-from case_types import Case, indices, normal
+from case_types import TIME_FIRST, Case, indices, normal
 
 __all__ = ["CASES", "CASES_AND_DTYPES", "case"]
 
@@ -112,20 +112,15 @@ def _normalization() -> Iterator[Case]:
     yield Case("layernorm two dimensions", lambda nn: nn.LayerNorm((3, 5)), (normal(2, 3, 5),))
     yield Case("layernorm whole example", lambda nn: nn.LayerNorm((3, 5)), (normal(3, 5),))
     yield Case("layernorm no bias", lambda nn: nn.LayerNorm(5, bias=False), (normal(6, 5),))
-    plain = {"elementwise_affine": False}
-    yield Case(
-        "layernorm no affine", lambda nn: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5, **plain)), (normal(6, 4),)
-    )
+    plain = lambda nn: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5, elementwise_affine=False))  # noqa: E731
+    yield Case("layernorm no affine", plain, (normal(6, 4),))
     yield Case("groupnorm 2-D", lambda nn: nn.GroupNorm(2, 6), (normal(6),))
     yield Case("groupnorm 3-D", lambda nn: nn.GroupNorm(3, 6), (normal(6, 4),))
     yield Case("groupnorm 4-D", lambda nn: nn.GroupNorm(2, 4), (normal(4, 3, 5),))
     yield Case("groupnorm one group", lambda nn: nn.GroupNorm(1, 4), (normal(4, 3, 5),))
     yield Case("groupnorm per channel", lambda nn: nn.GroupNorm(4, 4), (normal(4, 3, 5),))
-    yield Case(
-        "groupnorm no affine",
-        lambda nn: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4, affine=False)),
-        (normal(3, 5, 5),),
-    )
+    images = lambda nn: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4, affine=False))  # noqa: E731
+    yield Case("groupnorm no affine", images, (normal(3, 5, 5),))
 
 
 CELLS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -171,20 +166,22 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def causal(attend: Callable[..., Any], x: torch.Tensor, **options: Any) -> Any:
+    """No position sees a later one."""
+    return attend(x, attn_mask=x.new_ones(5, 5, dtype=torch.bool).triu(1), **options)
+
+
 def _attention() -> Iterator[Case]:
     """MultiheadAttention with its options and masks, and TransformerEncoderLayer."""
     x, other = normal(5, 8), normal(6, 8)
     calls = {
         "no weights": (lambda attend, x: attend(x, need_weights=False), (x,)),
         "weights of each head": (lambda attend, x: attend(x, average_attn_weights=False), (x,)),
-        "causal": (lambda attend, x: attend(x, attn_mask=x.new_ones(5, 5, dtype=torch.bool).triu(1)), (x,)),
+        "causal": (causal, (x,)),
         "float mask": (lambda attend, x, mask: attend(x, attn_mask=mask), (x, normal(5, 5, batch_dim=None))),
         "key_padding_mask": (padded, (x,)),
         "mask of each example": (masked_each, (x,)),
-        "causal no weights": (
-            lambda attend, x: attend(x, attn_mask=x.new_ones(5, 5, dtype=torch.bool).triu(1), need_weights=False),
-            (x,),
-        ),
+        "causal no weights": (partial(causal, need_weights=False), (x,)),
         "key_padding_mask no weights": (partial(padded, need_weights=False), (x,)),
         "mask of each example no weights": (partial(masked_each, need_weights=False), (x,)),
         "twice": (lambda attend, x: attend(attend(x)[0], x, x)[0], (x,)),
@@ -205,20 +202,11 @@ def _attention() -> Iterator[Case]:
     for frozen in ("in_proj_weight", "in_proj_bias", "out_proj"):
         yield Case(f"attention frozen {frozen}", lambda nn, f=frozen: freeze(attention(nn), f"attention.{f}"), (x,))
     encoder = {"d_model": 8, "nhead": 2, "dim_feedforward": 6, "dropout": 0.0, "batch_first": True}
-    for name, more in {
-        "": {},
-        " norm_first": {"norm_first": True, "activation": "gelu"},
-        " no bias": {"bias": False},
-    }.items():
+    options = {"": {}, " norm_first": {"norm_first": True, "activation": "gelu"}, " no bias": {"bias": False}}
+    for name, more in options.items():
         yield Case(f"encoder layer{name}", lambda nn, o=encoder | more: nn.TransformerEncoderLayer(**o), (x,))
-    time_first = encoder | {"batch_first": False}
-    yield Case(
-        "encoder layer time first",
-        lambda nn: nn.TransformerEncoderLayer(**time_first),
-        (normal(5, 8, batch_dim=1),),
-        output_dim=1,
-        wrap={"batch_dim": 1},
-    )
+    time_first = lambda nn: nn.TransformerEncoderLayer(**encoder | {"batch_first": False})  # noqa: E731
+    yield Case("encoder layer time first", time_first, (normal(5, 8, batch_dim=1),), **TIME_FIRST)
 
 
 TWO_LAYERS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
