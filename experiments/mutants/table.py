@@ -2709,7 +2709,7 @@ BY_MARKS = [
         FIRST,
         "retain_graph=stays, edges=edges)",
         "retain_graph=stays)",
-        ("tests/clipper/test_first_gradients.py", "-k", "adapters"),
+        ("tests/clipper/test_reweighting.py", "-k", "adapters"),
     ),
     Mutant(
         "a refusal leaves the layout",

@@ -1,7 +1,6 @@
 """Adaptive clipping: it finds the quantile, one example moves the count by 1/2, and the count is charged."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,21 +10,13 @@ import torch
 from torch import nn
 
 from ghostclip import GhostClipper, accounting
-from ghostclip.clipping import Adaptive, Custom, Flat
-from ghostclip.engine.adaptation import step_event
+from ghostclip.clipping import Adaptive, Custom
 from ghostclip.events import JointGaussian, SampledGaussian
-from ghostclip.sampling import LogicalBatches
 
 
-class LookupGrads(nn.Module):
+def model_of_rows() -> nn.Module:
     """Example i's gradient is its own row of numbers, whatever the parameters are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 1, bias=False)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.linear(rows)[:, 0]
+    return nn.Linear(4, 1, bias=False)
 
 
 def data(norms: torch.Tensor) -> torch.utils.data.TensorDataset:
@@ -34,11 +25,11 @@ def data(norms: torch.Tensor) -> torch.utils.data.TensorDataset:
 
 
 def losses_of(model: nn.Module, examples: list[torch.Tensor]) -> torch.Tensor:
-    return model(examples[0])
+    return model(examples[0])[:, 0]
 
 
 def engine_for(norms: torch.Tensor, clipping: Adaptive, **options: Any) -> Any:
-    model = LookupGrads()
+    model = model_of_rows()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     return runs.engine_for(
         model, optimizer, data(norms), clipping=clipping, self_check=False,
@@ -97,14 +88,6 @@ def test_noise_on_the_count_has_its_standard_deviation(monkeypatch: pytest.Monke
     assert spread == pytest.approx(expected, rel=0.12)
 
 
-@pytest.mark.parametrize("mode", ["standard", "hardened"])
-def test_private_modes_adapt_too(mode: str) -> None:
-    policy = Adaptive(0.01)
-    engine = engine_for(torch.full((400,), 5.0), policy, noise=mode, seed=None)
-    run(engine, 2)
-    assert 0.01 < policy.max_norm < 5.0 * 1.5
-
-
 def test_the_count_of_an_abandoned_batch_is_dropped() -> None:
     found = []
     for abandon in (False, True):
@@ -138,23 +121,19 @@ def test_a_step_is_charged_as_both_releases() -> None:
 
 @pytest.mark.slow
 def test_a_target_is_met_with_the_count_included() -> None:
-    loader = LogicalBatches(data(torch.rand(400)), batch_size=40)
-    target: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-5, "accountant": "rdp"}
-
-    def events_of(policy: Any) -> Any:
-        return lambda noise: [replace(step_event(loader.scheme, policy, noise), count=10)]
-
-    fixed, adaptive = (
-        accounting.noise_for(events_of(policy), **target) for policy in (Flat(1.0), Adaptive(1.0, count_noise=1.0))
-    )
-    assert adaptive == pytest.approx((fixed**-2 - 2.0**-2) ** -0.5, rel=1e-4)
+    planned: dict[str, Any] = {"target_epsilon": 2.0, "steps": 10, "noise_multiplier": None, "batch_size": 40}
+    planned |= {"noise": "standard", "seed": None}
+    engine = engine_for(torch.rand(400), Adaptive(1.0, count_noise=1.0), **planned)
+    assert len(run(engine, 1)) == 10
+    assert 1.9 < engine.epsilon() <= 2.0
     with pytest.raises(ValueError, match=r"target_epsilon=2.0 can't be reached"):
-        accounting.noise_for(events_of(Adaptive(1.0, count_noise=0.1)), **target)
+        engine_for(torch.rand(400), Adaptive(1.0, count_noise=0.1), **planned)
 
 
-def test_the_norm_is_one_within_a_logical_batch_and_the_default_noise_a_twentieth_of_it() -> None:
+@pytest.mark.parametrize("noise", ["standard", "hardened"])
+def test_the_norm_is_one_within_a_logical_batch_and_the_default_noise_a_twentieth_of_it(noise: str) -> None:
     policy = Adaptive(1.0)
-    engine = engine_for(torch.linspace(0.2, 2.0, 100), policy, max_physical_batch_size=5, noise="standard", seed=None)
+    engine = engine_for(torch.linspace(0.2, 2.0, 100), policy, max_physical_batch_size=5, noise=noise, seed=None)
     for batch in engine.batches():
         seen = {engine.backward(losses_of(engine.model, part)).sensitivity for part in batch.physical()}
         assert seen == {policy.max_norm}
@@ -170,14 +149,6 @@ def test_without_private_noise_the_count_isnt_private_either(options: dict[str, 
     run(engine, 1)
     assert engine.epsilon() == math.inf
     assert all(event.noise_multiplier == 0 for event in engine.events)
-
-
-def test_a_clipper_alone_clips_and_never_moves_the_norm() -> None:
-    policy, model = Adaptive(0.5), LookupGrads()
-    clipper = GhostClipper(model, policy)
-    result = clipper.backward(losses_of(model, list(data(torch.tensor([0.1, 2.0])).tensors)))
-    assert policy.max_norm == 0.5
-    assert result.weights == pytest.approx([1.0, 0.25], rel=1e-5)
 
 
 def test_a_state_is_kept() -> None:
@@ -214,10 +185,10 @@ def test_arguments_are_named_when_wrong(name: str, value: Any) -> None:
 
 
 def test_graphs_are_refused_since_the_norm_would_be_built_in() -> None:
-    with pytest.raises(ValueError, match="compile and adaptive clipping don't go together"):
-        engine_for(torch.rand(400), Adaptive(1.0)).compile()
-    with pytest.raises(ValueError, match="compile and adaptive clipping"):
-        GhostClipper(LookupGrads(), Adaptive(1.0), compile=True)
+    for build in (engine_for(torch.rand(400), Adaptive(1.0)).compile,
+                  lambda: GhostClipper(model_of_rows(), Adaptive(1.0), compile=True)):  # fmt: skip
+        with pytest.raises(ValueError, match="compile and adaptive clipping don't go together"):
+            build()
 
 
 def test_a_checkpoint_keeps_the_norm_and_a_ledger_the_charge(tmp_path: Any) -> None:

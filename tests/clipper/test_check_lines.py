@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from case_models import By
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,58 +17,61 @@ torch.manual_seed(0)
 BATCH = torch.randn(EXAMPLES, 6), torch.arange(EXAMPLES) % 3
 
 
+def together(m, h):
+    return h + m.experts[0](h) + m.experts[1](h) + m.router(h).sum(1, keepdim=True) + h @ m.table
+
+
 class Network(nn.Module):
     """A linear layer, what a test has in between, and a head."""
 
-    def __init__(self):
+    def __init__(self, between=together, **parts):
         super().__init__()
         self.low, self.table, self.head = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 6)), nn.Linear(6, 3)
         self.router, self.experts = nn.Linear(6, 2), nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
-        self.norm = nn.BatchNorm1d(6)
+        self.between, self.parts = between, nn.ModuleDict(parts)
 
     def forward(self, x):
-        return self.head(self.between(torch.tanh(self.low(x))))
-
-    def between(self, h):
-        return h + self.experts[0](h) + self.experts[1](h) + self.router(h).sum(1, keepdim=True) + h @ self.table
+        return self.head(self.between(self, torch.tanh(self.low(x))))
 
 
-class WithoutNorm(Network):
-    def __init__(self):
-        super().__init__()
-        del self.norm
+def centred(m, h):
+    return h - h.mean(0)  # the line
 
 
-class Centred(WithoutNorm):
-    def between(self, h):
-        return h - h.mean(0)  # the line
+def of_another_row(m, h):
+    return h + h.detach().roll(1, 0)  # the line
 
 
-class OfAnotherRow(WithoutNorm):
-    def between(self, h):
-        return h + h.detach().roll(1, 0)  # the line
-
-
-class Shared(WithoutNorm):
+def shared(m, h):
     """A product of parameters alone, where nothing is as long as the batch."""
-
-    def between(self, h):
-        both = torch.cat([h.flatten(), self.table[0]])  # the line
-        return h + both[:-6].view_as(h) + both[-6:]
+    both = torch.cat([h.flatten(), m.table[0]])  # the line
+    return h + both[:-6].view_as(h) + both[-6:]
 
 
-class Capacity(WithoutNorm):
-    def between(self, h):
-        gates, found = self.router(h).softmax(1), torch.zeros_like(h)
-        for number, expert in enumerate(self.experts):
-            first = gates[:, number].topk(2).indices
-            found = found.index_add(0, first, expert(h[first]))  # the line
-        return found
+def capacity(m, h):
+    gates, found = m.router(h).softmax(1), torch.zeros_like(h)
+    for number, expert in enumerate(m.experts):
+        first = gates[:, number].topk(2).indices
+        found = found.index_add(0, first, expert(h[first]))  # the line
+    return found
 
 
-class Functional(WithoutNorm):
-    def between(self, h):
-        return F.batch_norm(h, None, None, training=True)  # the line
+def functional(m, h):
+    return F.batch_norm(h, None, None, training=True)  # the line
+
+
+def attention(m, h):
+    """Scores [B, T, T] with as many positions as examples, before the mean of the batch."""
+    rows = h[:, :EXAMPLES, None]
+    h = h + torch.softmax(rows @ rows.transpose(1, 2), 2).sum((1, 2))[:, None]
+    return h - h.mean(0)  # the line
+
+
+def dropped(m, h):
+    """Dropout starts from memory that nothing was written to."""
+    for _ in range(3):
+        h = F.dropout(h + torch.empty_like(h).fill_(1.0), 0.2)
+    return h - h.mean(0)  # the line
 
 
 def losses(model, batch):
@@ -85,9 +89,9 @@ def weighed(model, batch):
     return found / found.detach().sum()  # the line
 
 
-def only_finding(kind, loss_fn=losses):
+def only_finding(between=together, loss_fn=losses, **parts):
     torch.manual_seed(1)
-    (finding,) = ghostclip.check(kind(), loss_fn, BATCH)
+    (finding,) = ghostclip.check(Network(between, **parts), loss_fn, BATCH)
     return finding
 
 
@@ -98,10 +102,10 @@ def line_in(where):
     return f"test_check_lines.py:{first + number}: {source[number].strip()}"
 
 
-@pytest.mark.parametrize("kind", [Centred, OfAnotherRow, Shared, Capacity, Functional])
-def test_the_line_of_a_forward_is_found(kind):
-    finding = only_finding(kind)
-    assert finding.line.endswith(line_in(kind.between))
+@pytest.mark.parametrize("between", [centred, of_another_row, shared, capacity, functional, attention, dropped])
+def test_the_line_of_a_forward_is_found(between):
+    finding = only_finding(between)
+    assert finding.line.endswith(line_in(between))
     assert finding.line in str(finding)
     assert finding.problem
     assert finding.remedy
@@ -109,74 +113,54 @@ def test_the_line_of_a_forward_is_found(kind):
 
 @pytest.mark.parametrize("loss_fn", [contrastive, weighed])
 def test_the_line_of_a_loss_function_is_found(loss_fn):
-    finding = only_finding(WithoutNorm, loss_fn)
+    finding = only_finding(loss_fn=loss_fn)
     assert finding.line.endswith(line_in(loss_fn))
     assert finding.problem == "the loss of example 1 depends on the data of example 0"
 
 
 @pytest.mark.parametrize(
-    ("kind", "path", "problem", "remedy"),
+    ("between", "path", "problem", "remedy"),
     [
-        (Centred, "", "Centred: what it gives for example 1 depends on", "treats each example by itself"),
-        (Shared, "", "one example's loss depends on rows of others in what CatBackward0", "from its own example"),
-        (Network, "norm", "BatchNorm1d: normalizes by the mean and variance of the batch", "GroupNorm"),
+        (centred, "", "Network: what it gives for example 1 depends on", "treats each example by itself"),
+        (shared, "", "one example's loss depends on rows of others in what CatBackward0", "from its own example"),
+        (together, "parts.norm", "BatchNorm1d: normalizes by the mean and variance of the batch", "GroupNorm"),
     ],
 )
-def test_what_is_said_names_the_module_and_the_remedy(kind, path, problem, remedy):
-    finding = only_finding(kind)
+def test_what_is_said_names_the_module_and_the_remedy(between, path, problem, remedy):
+    finding = only_finding(between, **({"norm": nn.BatchNorm1d(6)} if path else {}))
     assert finding.path == path
     assert finding.problem.startswith(problem)
     assert remedy in finding.remedy
 
 
-class Attention(WithoutNorm):
-    """Scores [B, T, T] with as many positions as examples, before the mean of the batch."""
-
-    def between(self, h):
-        rows = h[:, :EXAMPLES, None]
-        h = h + torch.softmax(rows @ rows.transpose(1, 2), 2).sum((1, 2))[:, None]
-        return h - h.mean(0)  # the line
-
-
-class Dropped(WithoutNorm):
-    """Dropout starts from memory that nothing was written to."""
-
-    def between(self, h):
-        for _ in range(3):
-            h = F.dropout(h + torch.empty_like(h).fill_(1.0), 0.2)
-        return h - h.mean(0)  # the line
-
-
-@pytest.mark.parametrize("kind", [Attention, Dropped])
-def test_what_comes_before_the_line_isn_t_taken_for_it(kind):
-    assert only_finding(kind).line.endswith(line_in(kind.between))
-
-
 def test_the_module_is_the_innermost_that_was_running():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Centred()
-
-        def forward(self, x):
-            return self.inner(x)
-
-    assert only_finding(Outer).path == "inner"
+    (finding,) = ghostclip.check(By(Network(centred)), losses, BATCH)
+    assert finding.path == "operation"
 
 
-def test_a_model_that_is_exact_has_no_finding_and_keeps_its_state():
-    model = WithoutNorm()
-    ghostclip.check(model, losses, BATCH)
-    assert ghostclip.check(model, losses, BATCH) == []
-    assert not torch.is_anomaly_enabled()
-    assert type(model.low) is nn.Linear
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+def state(model):
+    """What a check might change, and whether hooks are left."""
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    kinds = [(type(module), module.training) for module in model.modules()]
+    return values, [hooked, torch.is_anomaly_enabled(), kinds, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("parts", [{}, {"norm": nn.BatchNorm1d(6)}], ids=["exact", "with a finding"])
+def test_nothing_is_left_behind(parts):
+    model, (inputs, _) = Network(**parts), BATCH
+    numbers, before, kept = torch.get_rng_state(), state(model), inputs.clone()
+    for _ in range(2):
+        assert len(ghostclip.check(model, losses, BATCH)) == len(parts)
+    torch.testing.assert_close(state(model)[0], before[0], rtol=0, atol=0)
+    assert state(model)[1] == before[1]
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert torch.equal(inputs, kept)
 
 
 def test_outside_of_check_a_refusal_says_the_same_without_a_line():
     with pytest.raises(UnsupportedModelError, match=r"low: .*examples mix") as caught:
-        ghostclip.GhostClipper(Centred()).clip(losses, BATCH)
+        ghostclip.GhostClipper(Network(centred)).clip(losses, BATCH)
     assert caught.value.name == "low"
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
@@ -186,7 +170,7 @@ def test_a_loss_that_fails_leaves_no_hook():
         model(batch[0])
         raise KeyError("labels")
 
-    model = Centred()
+    model = Network(centred)
     with pytest.raises(KeyError):
         ghostclip.check(model, failing, BATCH)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -204,39 +188,9 @@ def network(norm):
     return nn.Sequential(nn.Conv2d(2, 4, 3), norm, nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(64, 3))
 
 
-class Mean(nn.Module):
-    """Takes the mean of the batch away, which no class of layer gives away."""
-
-    def forward(self, x):
-        return x - x.mean(0)
-
-
-@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.Identity()], ids=["GroupNorm", "Identity"])
-def test_examples_that_stay_apart_are_no_finding(norm):
-    assert ghostclip.check(network(norm), losses, images()) == []
-
-
 def test_only_the_last_example_may_reach_the_others():
-    class FromLast(nn.Module):
-        def forward(self, x):
-            return x + x[-1:].detach()
-
-    (finding,) = ghostclip.check(network(FromLast()), losses, images())
+    (finding,) = ghostclip.check(network(By(lambda x: x + x[-1:].detach())), losses, images())
     assert finding.problem.endswith("depends on the data of example 4")
-
-
-def test_nothing_is_left_behind():
-    model, state = network(nn.BatchNorm2d(4)), torch.get_rng_state()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    inputs, labels = images()
-    kept = inputs.clone()
-    torch.set_rng_state(state)
-    ghostclip.check(model, losses, (inputs, labels))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(inputs, kept)
-    assert not any(module._forward_hooks for module in model.modules())
-    assert model.training
 
 
 class Remembers(nn.Module):
@@ -286,5 +240,5 @@ def test_losses_with_a_gradient_of_their_own_are_checked():
 
     model = nn.Sequential(nn.Flatten(), nn.Linear(72, 4), nn.Tanh(), nn.Linear(4, 3))
     assert ghostclip.check(model, penalized, images()) == []
-    mixing = nn.Sequential(Mean(), *model)
+    mixing = nn.Sequential(By(lambda x: x - x.mean(0)), *model)
     assert [finding.path for finding in ghostclip.check(mixing, penalized, images())] == ["0"]

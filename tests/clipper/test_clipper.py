@@ -15,7 +15,6 @@ from torch import nn
 import ghostclip
 
 every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
-some_models = pytest.mark.parametrize("name", ["mlp in place", "cnn", "transformer", "lstm decoder", "tied head"])
 
 
 @every_pass
@@ -29,40 +28,6 @@ def test_no_example_contributes_more_than_the_sensitivity(second_pass, dtype):
     assert float(contribution) <= result.sensitivity * (1 + 1e-6)
     assert float(contribution) >= max_norm * (1 - 1e-4)
     assert bool((result.weights * result.norms <= result.sensitivity).all())
-
-
-@every_pass
-def test_a_huge_max_norm_gives_the_ordinary_gradient(second_pass):
-    row = case("transformer")
-    model, clipper, losses = ready(row, clipping=1e9, second_pass=second_pass)
-    result = clipper.backward(losses)
-    plain = row.model()
-    row.losses(plain(*row.inputs())).sum().backward()
-    assert torch.equal(result.weights, torch.ones_like(result.weights))
-    assert_dicts_close(gradients(model), gradients(plain), 1e-10)
-
-
-def test_an_example_without_gradient_has_weight_one_and_adds_nothing():
-    row = case("embedding only padding")
-    model, clipper, losses = ready(row)
-    result = clipper.backward(losses)
-    assert torch.equal(result.norms, torch.zeros(4))
-    assert torch.isfinite(result.weights).all()
-    assert not gradients(model)["weight"].any()
-
-
-@some_models
-def test_retained_graph_serves_every_call(name):
-    _, clipper, losses = ready(case(name))
-    expected = truth(case(name))
-    norms = clipper.norms(losses, retain_graph=True)
-    layers = clipper.norms(losses, per="layer", retain_graph=True)
-    grads = clipper.per_example_grads(losses, retain_graph=True)
-    result = clipper.backward(losses, retain_graph=True)
-    assert_close(clipper.norms(losses), norms, 1e-12)
-    assert_close(torch.stack(list(layers.values())).norm(dim=0), norms, 1e-12)
-    assert_dicts_close(grads, expected, 1e-10)
-    assert_close(result.norms, norms, 1e-12)
 
 
 def test_two_forwards_before_the_first_backward():
@@ -97,9 +62,8 @@ def test_forwards_without_gradients_leave_nothing_behind(mode):
     assert_close(clipper.norms(row.losses(model(*row.inputs()))), oracle.norms(truth(row)), 1e-10)
 
 
-@some_models
-def test_a_copy_of_a_wrapped_model_is_a_model_of_its_own(name):
-    row = case(name)
+def test_a_copy_of_a_wrapped_model_is_a_model_of_its_own():
+    row = case("lstm decoder")
     model, clipper, losses = ready(row)
     copied = copy.deepcopy(model)
     clipper.backward(losses)
@@ -109,9 +73,8 @@ def test_a_copy_of_a_wrapped_model_is_a_model_of_its_own(name):
     assert_dicts_close(gradients(copied), oracle.clipped_sum(truth(row), 1.0), 1e-10)
 
 
-@some_models
-def test_a_saved_state_loads_into_a_plain_model(name):
-    row, file = case(name), io.BytesIO()
+def test_a_saved_state_loads_into_a_plain_model():
+    row, file = case("lstm decoder"), io.BytesIO()
     model, clipper, losses = ready(row)
     clipper.backward(losses)
     torch.save(model.state_dict(), file)
@@ -119,24 +82,6 @@ def test_a_saved_state_loads_into_a_plain_model(name):
     plain = row.build(nn).double()
     plain.load_state_dict(torch.load(file, weights_only=True))
     assert_close(row.losses(plain(*row.inputs())), losses, 1e-12)
-
-
-@every_pass
-def test_training_steps_follow_the_loop(second_pass):
-    row = case("mlp in place")
-    model, clipper, _ = ready(row, second_pass=second_pass)
-    reference = row.model()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (model, reference)]
-    for seed in range(4):
-        inputs = row.inputs(seed=seed)
-        clipper.backward(row.losses(model(*inputs)))
-        expected = oracle.clipped_sum(oracle.per_example_grads(reference, row.losses, inputs), 1.0)
-        for name, parameter in reference.named_parameters():
-            parameter.grad = expected[name]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_dicts_close(dict(model.named_parameters()), dict(reference.named_parameters()), 1e-10)
 
 
 def test_parameters_frozen_after_wrapping():
@@ -175,12 +120,6 @@ def test_arguments_out_of_range_are_named(argument, error):
         ghostclip.GhostClipper(two_linears(), **argument)
 
 
-def test_an_unknown_kind_of_norms_is_named():
-    model = ghostclip.wrap(two_linears())
-    with pytest.raises(ValueError, match="per"):
-        ghostclip.GhostClipper(model).norms(model(torch.randn(2, 3).double()).sum(1), per="tensor")
-
-
 def test_explain_names_every_layer_and_the_strategies():
     _, clipper, losses = ready(case("cnn"))
     clipper.norms(losses)
@@ -213,24 +152,17 @@ class Hooked(nn.Module):
 
 
 @every_pass
-@pytest.mark.parametrize("layers", [False, True])
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("retain_graph", [False, True])
-def test_hooks_on_tensors_change_gradients_and_break_nothing(second_pass, layers, trained, retain_graph):
+def test_hooks_on_tensors_change_gradients_and_break_nothing(second_pass, trained, retain_graph):
     """A freed graph has no gradients to give them."""
     model = Hooked(trained).double()
     words = torch.arange(12).view(4, 3)
     grads = oracle.per_example_grads(model, lambda losses: losses, (words,))
-    policy = ghostclip.clipping.PerLayer(0.01) if layers else 0.01
-    clipper = ghostclip.GhostClipper(ghostclip.wrap(model), policy, second_pass=second_pass, memory_budget=1)
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(model), 0.01, second_pass=second_pass, memory_budget=1)
     for _ in range(3):
         model.zero_grad()
         result = clipper.backward(model(words), retain_graph=retain_graph)
-        weights = result.weights if layers else dict.fromkeys(["words", "dense", "head"], result.weights)
-        norms = result.norms if layers else dict.fromkeys(["words", "dense", "head"], result.norms)
-        for name, found in gradients(model).items():
-            layer = name.partition(".")[0]
-            torch.testing.assert_close(found, torch.einsum("b,b...->...", weights[layer], grads[name]))
-            own = {n: g for n, g in grads.items() if n.startswith(layer) or not layers}
-            assert_close(norms[layer], oracle.norms(own), 1e-10)
+        assert_close(result.norms, oracle.norms(grads), 1e-10)
+        assert_dicts_close(gradients(model), oracle.clipped_sum(grads, 0.01), 1e-10)
     assert any(grad is not None for grad in model.seen)

@@ -54,20 +54,6 @@ def test_an_input_changed_in_place_is_noticed(name, call):
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("call", ["norms", "per_example_grads", "backward"])
-def test_an_input_that_attention_copied_may_change(call):
-    row = case("attention self")
-    model, clipper, expected = ready(row)
-    (x,) = row.inputs()
-    losses = row.losses(model(x))
-    x.zero_()
-    found = getattr(clipper, call)(losses)
-    if call == "backward":
-        torch.testing.assert_close(found.norms, clipper.norms(expected))
-    else:
-        torch.testing.assert_close(found, getattr(clipper, call)(expected))
-
-
 def test_the_input_of_a_frozen_layer_may_change():
     row = case("frozen first")
     model, clipper, _ = ready(row)
@@ -77,11 +63,10 @@ def test_the_input_of_a_frozen_layer_may_change():
     assert_close(clipper.norms(losses), oracle.norms(truth(row)), 1e-10)
 
 
-@every_pass
 @pytest.mark.parametrize("second", ["norms", "per_example_grads", "backward"])
 @pytest.mark.parametrize("first", ["norms", "per_example_grads", "backward"])
-def test_a_freed_graph_is_named_with_its_remedy(first, second, second_pass):
-    _, clipper, losses = ready(case("mlp in place"), second_pass=second_pass)
+def test_a_freed_graph_is_named_with_its_remedy(first, second):
+    _, clipper, losses = ready(case("mlp in place"))
     getattr(clipper, first)(losses)
     with pytest.raises(GhostClipError, match="retain_graph=True"):
         getattr(clipper, second)(losses)
@@ -98,11 +83,10 @@ def test_a_gradient_from_a_plain_backward_is_refused(second_pass):
     assert all(torch.equal(value, before[name]) for name, value in gradients(model).items())
 
 
-@every_pass
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_zeroed_gradient_is_no_leak(second_pass, set_to_none):
+def test_a_zeroed_gradient_is_no_leak(set_to_none):
     row = case("mlp in place")
-    model, clipper, losses = ready(row, second_pass=second_pass)
+    model, clipper, losses = ready(row)
     losses.sum().backward()
     model.zero_grad(set_to_none=set_to_none)
     for _ in range(2):
@@ -111,18 +95,20 @@ def test_a_zeroed_gradient_is_no_leak(second_pass, set_to_none):
         model.zero_grad(set_to_none=set_to_none)
 
 
+LEAKS = {
+    "backward": lambda model, losses: losses.sum().backward(),
+    "assignment": lambda model, losses: setattr(model[0].bias, "grad", torch.ones_like(model[0].bias)),
+    "one parameter": lambda model, losses: model[0].bias.grad.add_(1.0),
+}
+
+
 @every_pass
-@pytest.mark.parametrize("leak", ["backward", "assignment", "one parameter"])
+@pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS)
 def test_a_gradient_added_between_two_calls_is_refused(second_pass, leak):
     row = case("mlp in place")
     model, clipper, losses = ready(row, second_pass=second_pass)
     clipper.backward(losses)
-    if leak == "backward":
-        row.losses(model(*row.inputs())).sum().backward()
-    elif leak == "assignment":
-        model[0].bias.grad = torch.ones_like(model[0].bias)
-    else:
-        model[0].bias.grad.add_(1.0)
+    leak(model, row.losses(model(*row.inputs())))
     with pytest.raises(GradientLeakError):
         clipper.backward(row.losses(model(*row.inputs())))
 
@@ -158,16 +144,6 @@ def test_abandoned_forwards_leak_nothing(name):
         model(*row.inputs(batch=3))
     assert live_tensors() <= before
     assert_close(clipper.norms(row.losses(model(*row.inputs()))), oracle.norms(truth(row)), 1e-10)
-
-
-@every_pass
-def test_abandoned_losses_corrupt_nothing(second_pass):
-    row = case("transformer")
-    model, clipper, _ = ready(row, second_pass=second_pass)
-    kept = [row.losses(model(*row.inputs(batch=size))) for size in (3, 4, 7)]
-    clipper.backward(row.losses(model(*row.inputs())))
-    assert_dicts_close(gradients(model), oracle.clipped_sum(truth(row), 1.0), 1e-10)
-    assert all(losses.requires_grad for losses in kept)
 
 
 def test_unused_parameters_answer_zero_every_time():

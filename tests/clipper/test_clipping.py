@@ -27,21 +27,17 @@ def test_no_weighted_norm_exceeds_the_sensitivity(policy, values):
     assert float(weighted.max()) <= 0.7
 
 
-def test_flat_leaves_small_gradients_alone_and_scales_the_others():
-    norms = torch.tensor([0.0, 0.5, 1.0, 4.0], dtype=torch.float64)
-    torch.testing.assert_close(Flat(1.0).weights(norms), torch.tensor([1.0, 1.0, 1.0, 0.25], dtype=torch.float64))
-
-
-def test_automatic_scales_every_gradient():
-    norms = torch.tensor([0.0, 0.99, 9.99], dtype=torch.float64)
-    expected = torch.tensor([200.0, 2.0, 0.2], dtype=torch.float64)
-    torch.testing.assert_close(Automatic(2.0, gamma=0.01).weights(norms), expected)
-
-
-def test_custom_weights_are_clamped_on_both_sides_and_nan_counts_as_zero():
-    policy = Custom(lambda norms: torch.tensor([5.0, -5.0, math.nan, 0.1]), sensitivity=1.0)
-    weights = policy.weights(torch.full((4,), 2.0))
-    torch.testing.assert_close(weights, torch.tensor([0.5, -0.5, 0.0, 0.1]))
+@pytest.mark.parametrize(
+    ("policy", "norms", "expected"),
+    [
+        (Flat(1.0), [0.0, 0.5, 1.0, 4.0], [1.0, 1.0, 1.0, 0.25]),
+        (Automatic(2.0, gamma=0.01), [0.0, 0.99, 9.99], [200.0, 2.0, 0.2]),
+        (Custom(lambda norms: torch.tensor([5.0, -5.0, math.nan, 0.1]), 1.0), [2.0] * 4, [0.5, -0.5, 0.0, 0.1]),
+    ],
+)
+def test_weights_by_hand(policy, norms, expected):
+    """Flat leaves small gradients alone, Automatic scales all; of a function's weights, NaN counts as zero."""
+    assert policy.weights(torch.tensor(norms, dtype=torch.float64)).tolist() == pytest.approx(expected)
 
 
 def test_a_custom_function_of_another_shape_is_refused():
@@ -71,6 +67,15 @@ class Ones:
         return torch.ones_like(norms)
 
 
+class Doubled(Flat):
+    def weights(self, norms):
+        return 2 * super().weights(norms)
+
+
+class Mine(PerLayer):
+    pass
+
+
 def test_a_policy_of_ones_own_is_held_to_its_sensitivity():
     policy = as_policy(Ones())
     norms = torch.tensor([0.0, 0.5, 1.4, 70.0], dtype=torch.float64)
@@ -80,20 +85,7 @@ def test_a_policy_of_ones_own_is_held_to_its_sensitivity():
     assert as_policy(policy) is policy
     with pytest.raises(AttributeError, match="state_dict"):
         policy.state_dict()
-
-
-def test_a_subclass_is_held_to_its_sensitivity_too():
-    class Doubled(Flat):
-        def weights(self, norms):
-            return 2 * super().weights(norms)
-
     assert float(as_policy(Doubled(1.0)).weights(torch.tensor([4.0]))) <= 0.25
-
-
-def test_a_group_wise_policy_of_ones_own_is_refused():
-    class Mine(PerLayer):
-        pass
-
     with pytest.raises(TypeError, match=r"must be PerLayer, Grouped, Composed, or Custom\(.*got Mine"):
         as_policy(Mine(1.0))
 

@@ -7,14 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ghostclip.clipping.allocation import (
-    EqualNoise,
-    GivenNoise,
-    GlobalNoise,
-    NoiseAllocation,
-    OptimalNoise,
-    ProportionalNoise,
-)
+from ghostclip.clipping.allocation import EqualNoise, GivenNoise, GlobalNoise, OptimalNoise, ProportionalNoise
 from ghostclip.clipping.partitions import Blocks, ByLayer, ByName, ByParameter, EqualSizes, Whole
 from ghostclip.clipping.scaling import AutoS, AutoV, Clip, NormScaling, Psac
 from ghostclip.clipping.thresholds import ByDimension, EqualShare, Fixed, Quantiles
@@ -90,45 +83,27 @@ def test_scalings_by_hand(scaling: NormScaling, at_zero: float, at_two: float) -
     assert found.tolist() == pytest.approx([at_zero, at_two], rel=1e-12)
 
 
-def allocations(sizes: dict[str, int]) -> list[NoiseAllocation]:
-    return [GlobalNoise(), EqualNoise(), OptimalNoise(), ProportionalNoise({g: 1.0 + n for n, g in enumerate(sizes)})]
-
-
 @given(sizes=GROUPS, sigma=st.floats(0.1, 10), data=st.data())
-def test_allocations_make_exactly_the_noise_multiplier(sizes: dict[str, int], sigma: float, data) -> None:
+def test_allocations_follow_their_formulas_and_make_exactly_the_noise_multiplier(
+    sizes: dict[str, int], sigma: float, data
+) -> None:
     bounds = {group: data.draw(st.floats(1e-3, 1e3)) for group in sizes}
-    for allocation in allocations(sizes):
+    whole = math.sqrt(math.fsum(bound**2 for bound in bounds.values()))
+    weighted = math.fsum(bounds[group] * math.sqrt(size) for group, size in sizes.items())
+    best = {group: math.sqrt(bounds[group] / math.sqrt(size) * weighted) for group, size in sizes.items()}
+    proportional = ProportionalNoise({group: 1.0 + number for number, group in enumerate(sizes)})
+    for allocation, by_hand in [
+        (GlobalNoise(), dict.fromkeys(sizes, sigma * whole)),
+        (EqualNoise(), {group: sigma * math.sqrt(len(sizes)) * bound for group, bound in bounds.items()}),
+        (OptimalNoise(), {group: sigma * each for group, each in best.items()}),
+        (proportional, None),
+    ]:
         stds = allocation.stds(sigma, bounds, sizes)
+        assert by_hand is None or stds == pytest.approx(by_hand, rel=1e-12)
         assert math.fsum((bounds[g] / stds[g]) ** 2 for g in sizes) == pytest.approx(1 / sigma**2, rel=1e-12)
         assert GivenNoise(stds).stds(sigma, bounds, sizes) == stds
         with pytest.raises(ValueError, match="make a noise multiplier of"):
             GivenNoise(stds).stds(sigma * 1.001, bounds, sizes)
-
-
-@given(sizes=GROUPS, sigma=st.floats(0.1, 10), data=st.data())
-def test_allocations_follow_their_formulas(sizes: dict[str, int], sigma: float, data) -> None:
-    bounds = {group: data.draw(st.floats(1e-3, 1e3)) for group in sizes}
-    whole = math.sqrt(math.fsum(bound**2 for bound in bounds.values()))
-    weighted = math.fsum(bounds[group] * math.sqrt(size) for group, size in sizes.items())
-    for group, size in sizes.items():
-        assert GlobalNoise().stds(sigma, bounds, sizes)[group] == pytest.approx(sigma * whole, rel=1e-12)
-        equal = sigma * math.sqrt(len(sizes)) * bounds[group]
-        assert EqualNoise().stds(sigma, bounds, sizes)[group] == pytest.approx(equal, rel=1e-12)
-        best = sigma * math.sqrt(bounds[group] / math.sqrt(size) * weighted)
-        assert OptimalNoise().stds(sigma, bounds, sizes)[group] == pytest.approx(best, rel=1e-12)
-
-
-def test_optimal_noise_has_the_least_squared_norm_of_all_proportions() -> None:
-    sizes, bounds = {"a": 10, "b": 1000, "c": 3}, {"a": 1.0, "b": 0.3, "c": 5.0}
-
-    def noise(stds: dict[str, float]) -> float:
-        return sum(sizes[group] * std**2 for group, std in stds.items())
-
-    best = OptimalNoise().stds(1.0, bounds, sizes)
-    for group in sizes:
-        for factor in (0.9, 1.1):
-            other = ProportionalNoise(best | {group: best[group] * factor}).stds(1.0, bounds, sizes)
-            assert noise(other) > noise(best)
 
 
 def test_quantiles_move_by_their_formula_and_stop_at_the_floor() -> None:

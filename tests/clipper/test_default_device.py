@@ -19,25 +19,20 @@ POLICIES = {
 }
 every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 every_policy = pytest.mark.parametrize("policy", POLICIES)
-
-
-@pytest.fixture
-def elsewhere() -> torch.device:
-    """The meta device; the test says what is made under it."""
-    return torch.device("meta")
+ELSEWHERE = torch.device("meta")
 
 
 @every_pass
 @every_policy
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "transformer", "embedding"])
 @pytest.mark.one_in(3)
-def test_clipped_sums_are_the_same(name, policy, second_pass, elsewhere):
+def test_clipped_sums_are_the_same(name, policy, second_pass):
     workload = WORKLOADS[name]
     torch.manual_seed(0)
     model, (inputs, targets) = workload.model(), workload.batch(4)
     clipper = ghostclip.GhostClipper(model, POLICIES[policy], second_pass=second_pass)
     sums = []
-    for device in (elsewhere, torch.device("cpu")):
+    for device in (ELSEWHERE, torch.device("cpu")):
         with device:
             losses = workload.losses(model(inputs), targets)
             clipper.backward(losses)
@@ -46,17 +41,17 @@ def test_clipped_sums_are_the_same(name, policy, second_pass, elsewhere):
     torch.testing.assert_close(*sums, rtol=1e-4, atol=1e-6)
 
 
-def an_epoch(engine: PrivacyEngine, elsewhere: torch.device) -> None:
+def an_epoch(engine: PrivacyEngine) -> None:
     # torch's DataLoader draws a seed on the default device as it begins, and looks at it.
     for batch in engine.batches():
-        with elsewhere:
+        with ELSEWHERE:
             engine.step(batch, losses_of)
 
 
-def test_norms_gradients_and_the_loop(elsewhere):
+def test_norms_gradients_and_the_loop():
     model, (inputs, targets) = network(), data().tensors
     clipper = ghostclip.GhostClipper(model, 0.5)
-    with elsewhere:
+    with ELSEWHERE:
         for per in ("layer", "parameter"):
             clipper.norms(losses_of(model, [inputs, targets]), per=per)
         grads = clipper.per_example_grads(losses_of(model, [inputs, targets]))
@@ -65,18 +60,18 @@ def test_norms_gradients_and_the_loop(elsewhere):
 
 
 @pytest.mark.parametrize("noise", ["standard", "hardened", "test"])
-def test_a_run_is_saved_and_goes_on(noise, elsewhere, tmp_path):
+def test_a_run_is_saved_and_goes_on(noise, tmp_path):
     options = {"noise_multiplier": 1.0, "clipping": 0.5, "noise": noise, "seed": 7 if noise == "test" else None}
     ends = []
     for place in range(2):
         model = network()
         engine = engine_for(model, max_physical_batch_size=4, dataset=data(), **options)
         if not place:
-            an_epoch(engine, elsewhere)
-        with elsewhere:
+            an_epoch(engine)
+        with ELSEWHERE:
             engine.restore(tmp_path / "saved") if place else engine.save(tmp_path / "saved")
         before = weights(model)
-        an_epoch(engine, elsewhere)
+        an_epoch(engine)
         assert weights(model).isfinite().all()
         assert not torch.equal(weights(model), before)
         ends.append(weights(model))
@@ -84,9 +79,9 @@ def test_a_run_is_saved_and_goes_on(noise, elsewhere, tmp_path):
         assert torch.equal(*ends)
 
 
-def test_recurrent_cells_without_a_state(elsewhere):
+def test_recurrent_cells_without_a_state():
     cell, x = nn.LSTMCell(3, 4), torch.randn(2, 3)
     clipper = ghostclip.GhostClipper(cell, 1.0)
-    with elsewhere:
+    with ELSEWHERE:
         result = clipper.backward(cell(x)[0].sum(1))
     assert result.norms.device.type == "cpu"

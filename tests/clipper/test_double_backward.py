@@ -1,7 +1,6 @@
 """Losses that contain gradients: a double backward through every wrapper, against plain torch layers in the loop."""
 
 from copy import deepcopy
-from functools import partial
 
 import oracle
 import pytest
@@ -101,26 +100,18 @@ def test_gradients_without_second_derivatives_are_refused(operation, match, how)
         getattr(clipper, how)(on_slope(model, torch.randn(4, 2, 3, 6)))
 
 
-def noting(physical, parts):
-    """The physical batches of a logical one; their inputs are added to ``parts``."""
-    for part in physical():
-        parts.append(part[0])
-        yield part
-
-
 @pytest.mark.parametrize("name", ["lstm", "gru", "group norm", "instance norm", "weight norm"])
 def test_the_engine_takes_steps_on_such_losses(name):
+    """Whatever its self-check does to the first batches."""
     plain, model, inputs = both(name)
-    data, optimizer = torch.utils.data.TensorDataset(inputs(24)), torch.optim.SGD(model.parameters(), lr=1.0)
+    data, optimizer = torch.utils.data.TensorDataset(inputs(12)), torch.optim.SGD(model.parameters(), lr=1.0)
     options = {"batch_size": 12, "max_physical_batch_size": 7, "noise_multiplier": 0.0, "clipping": 0.3}
     engine = PrivacyEngine(model, optimizer, data, **options)
-    for batch in engine.batches():
-        parts, physical = [], batch.physical
+    for _ in range(2):
         before = {key: value.detach().clone() for key, value in model.named_parameters()}
         plain.load_state_dict(model.state_dict())
-        batch.physical = partial(noting, physical, parts)
-        engine.step(batch, lambda model, batch: on_slope(model, batch[0]))
-        expected = oracle.clipped_sum(in_the_loop(plain, on_slope, torch.cat(parts)), 0.3)
+        engine.step(next(iter(engine.batches())), lambda model, batch: on_slope(model, batch[0]))
+        expected = oracle.clipped_sum(in_the_loop(plain, on_slope, data.tensors[0]), 0.3)
         update = {key: 12 * (before[key] - value) for key, value in model.named_parameters()}
         assert_dicts_close(update, expected, 1e-9)
 

@@ -27,14 +27,6 @@ NORM = 0.3
 SECOND_PASSES = ("reweight", "cached")
 
 
-def looped(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Norms and clipped sums by one backward for each example, in one process without this library."""
-    build, losses_of, make = MODELS[kind]
-    model = build()
-    grads = oracle.grads_of_single_losses(model, losses_of(model, make()))
-    return oracle.norms(grads), oracle.clipped_sum(grads, NORM)
-
-
 def clipped(kind: str, hybrid: bool = False) -> list[Any]:
     """Norms and sums of this rank's examples, by both second passes, wrapped before and after; then twice as much."""
     build, losses_of, make = MODELS[kind]
@@ -51,29 +43,25 @@ def clipped(kind: str, hybrid: bool = False) -> list[Any]:
     return found
 
 
-def assert_like_the_loop(found: list[Any], kind: str) -> None:
-    norms, sums = looped(kind)
-    for rank, outcomes in enumerate(found):
+@pytest.mark.parametrize(
+    ("size", "hybrid"),
+    [(1, False), (2, False), *(pytest.param(4, hybrid, marks=pytest.mark.slow) for hybrid in (False, True))],
+)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.one_in(8)
+def test_sums_are_those_of_single_examples(kind: str, size: int, hybrid: bool, tmp_path: Path) -> None:
+    """Norms and clipped sums by one backward for each example, in one process without this library."""
+    build, losses_of, make = MODELS[kind]
+    model = build()
+    each = oracle.grads_of_single_losses(model, losses_of(model, make()))
+    norms, sums = oracle.norms(each), oracle.clipped_sum(each, NORM)
+    for rank, outcomes in enumerate(on_ranks(partial(clipped, kind, hybrid), tmp_path, size)):
         for own, once, twice in outcomes:
-            torch.testing.assert_close(own, norms[rank :: len(found)], rtol=1e-10, atol=0)
+            torch.testing.assert_close(own, norms[rank::size], rtol=1e-10, atol=0)
             assert once.keys() == twice.keys() == sums.keys()
             for name, total in sums.items():
                 assert (once[name] - total).norm() < 1e-10 * total.norm()
                 assert (twice[name] - 2 * total).norm() < 1e-10 * total.norm()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.one_in(4)
-def test_sums_are_those_of_single_examples(kind: str, size: int, tmp_path: Path) -> None:
-    assert_like_the_loop(on_ranks(partial(clipped, kind), tmp_path, size), kind)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hybrid", [False, True])
-@pytest.mark.parametrize("kind", MODELS)
-def test_sums_of_four_ranks_are_those_of_single_examples(kind: str, hybrid: bool, tmp_path: Path) -> None:
-    assert_like_the_loop(on_ranks(partial(clipped, kind, hybrid), tmp_path, 4), kind)
 
 
 def other_uses() -> list[Tensor]:
@@ -116,12 +104,15 @@ def failing_once() -> tuple[str, dict[str, Tensor], int]:
 
 
 def test_a_rank_that_fails_takes_the_others_with_it(tmp_path: Path) -> None:
+    build, losses_of, make = MODELS["network"]
+    model = build()
+    expected = oracle.clipped_sum(oracle.grads_of_single_losses(model, losses_of(model, make())), NORM)
     (first, *_), (second, *_) = found = on_ranks(failing_once, tmp_path)
     assert first.startswith("PrivacyError: no sum was formed, because another rank failed")
     assert second.startswith("LossShapeError: losses must have shape exactly [B]")
     for _, sums, left in found:
         assert left == 0
-        for name, total in looped("network")[1].items():
+        for name, total in expected.items():
             torch.testing.assert_close(sums[name], total, rtol=1e-10, atol=1e-14)
 
 
@@ -203,16 +194,12 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 
 
 def all_refused() -> dict[str, str]:
-    return {name: refused(work) for name, (work, _) in REFUSED.items()}
+    found = {name: refused(work) for name, (work, _) in REFUSED.items()}
+    return found | {"narrow": refused(backward_after(lambda _: None), torch.bfloat16)}
 
 
 def test_what_would_not_be_exact_is_refused(tmp_path: Path) -> None:
+    narrow = "UnsupportedModelError: 0.weight is torch.bfloat16, in which sums of several"
     for found in on_ranks(all_refused, tmp_path):
-        for name, (_, message) in REFUSED.items():
+        for name, message in {**{name: row[1] for name, row in REFUSED.items()}, "narrow": narrow}.items():
             assert re.match(message, found[name], re.DOTALL), f"{name}: {found[name]}"
-
-
-def test_narrow_parameters_are_refused(tmp_path: Path) -> None:
-    work = partial(refused, backward_after(lambda _: None), torch.bfloat16)
-    for said in on_ranks(work, tmp_path):
-        assert said.startswith("UnsupportedModelError: 0.weight is torch.bfloat16, in which sums of several")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ghostclip
 from ghostclip.clipping import Custom, Grouped, PerLayer, as_policy
-from ghostclip.errors import PrivacyError, StaleInputError
+from ghostclip.errors import PrivacyError
 
 
 def by_group(grads, group_of, thresholds):
@@ -114,41 +114,6 @@ def test_no_sum_over_groups_exceeds_the_sensitivity(values, scale):
         assert float(squares.sqrt().max()) <= policy.sensitivity == 0.7
 
 
-@pytest.mark.parametrize(
-    "policy", [PerLayer(0.5), Custom(lambda n: {g: 0.1 / v for g, v in n.items()}, 0.5, {"all": ["*"]})]
-)
-@pytest.mark.parametrize("call", ["backward", "clip"])
-def test_an_example_not_finite_in_the_last_layer_alone_adds_nothing_anywhere(policy, call):
-    # The root's derivative at 0 is inf, so only what comes before it, layer 0, has no finite gradient.
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.ReLU(), torch.nn.Linear(3, 1))
-    x = torch.randn(5, 3).abs() + 0.1
-    with torch.no_grad():
-        model[0].weight.abs_()
-        x[2] = 0.0
-
-    def losses(x):
-        model[0].register_forward_hook(lambda m, i, o: o.clamp_min(0).sqrt())
-        try:
-            return model(x).squeeze(1)
-        finally:
-            model[0]._forward_hooks.clear()
-
-    clipper, forwards = ghostclip.GhostClipper(model, policy), []
-    if call == "backward":
-        found = clipper.backward(losses(x))
-    else:
-        found = clipper.clip(lambda model, x: forwards.append(len(x)) or losses(x), x)
-        assert forwards == [5]
-    kept = gradients(model)
-    assert all(float(weight[2]) == 0 for weight in found.weights.values())
-    for parameter in model.parameters():
-        parameter.grad = None
-    ghostclip.GhostClipper(model, policy).backward(losses(x[[0, 1, 3, 4]]))
-    assert_dicts_close(kept, gradients(model), 1e-5)
-    assert all(torch.isfinite(grad).all() for grad in kept.values())
-
-
 def test_a_layer_that_is_not_used_has_norms_of_zero():
     model, x, y = model_and_batch()
     model.add_module("spare", torch.nn.Linear(2, 2))
@@ -157,25 +122,6 @@ def test_a_layer_that_is_not_used_has_norms_of_zero():
     assert list(result.norms) == ["0", "2", "3", "spare"]
     assert result.norms["spare"].tolist() == [0.0] * 6
     assert result.weights["spare"].tolist() == [1.0] * 6
-
-
-def test_an_empty_batch():
-    model, x, y = model_and_batch()
-    result = ghostclip.GhostClipper(model, PerLayer(1.0)).backward(losses_of(model, x[:0], y[:0]))
-    assert [norm.shape for norm in result.norms.values()] == [(0,)] * 3
-    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
-
-
-@pytest.mark.parametrize("policy", [PerLayer(0.5), Custom(lambda n: n, 0.5, {"all": ["*"]})])
-def test_the_graph_is_let_go_unless_it_is_to_be_retained(policy):
-    model, x, y = model_and_batch()
-    clipper = ghostclip.GhostClipper(model, policy)
-    losses = losses_of(model, x, y)
-    first = clipper.backward(losses, retain_graph=True).norms
-    again = clipper.backward(losses).norms
-    assert_dicts_close(again, first, 1e-12)
-    with pytest.raises(StaleInputError, match="graph of these losses was freed"):
-        clipper.backward(losses)
 
 
 def test_letting_go_computes_nothing_and_frees_every_layers_memory(monkeypatch):
@@ -198,41 +144,15 @@ def test_letting_go_computes_nothing_and_frees_every_layers_memory(monkeypatch):
 
     model, x, y = model_and_batch()
     clipper = ghostclip.GhostClipper(model, PerLayer(1.0))
-
-    def watched():
-        hidden = Watched.apply(model[0](x))
-        return torch.nn.functional.cross_entropy(model[3](model[2](hidden)), y, reduction="none")
-
-    clipper.norms(watched())
-    alive.clear()
-    called.clear()
-    losses = watched()
-    clipper.norms(losses)
+    for _ in range(2):
+        alive.clear()
+        called.clear()
+        losses = losses_of(lambda x: model[3](model[2](Watched.apply(model[0](x)))), x, y)
+        clipper.norms(losses)
     gc.collect()
     assert losses.grad_fn is not None
     assert alive[0]() is None
     assert called == [True] * (len(called) - 1) + [False]
-
-
-@pytest.mark.slow
-def test_an_engine_trains_with_clipping_by_layer():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
-    data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randint(0, 2, (40,)))
-    engine = ghostclip.PrivacyEngine(
-        model, torch.optim.SGD(model.parameters(), 0.1), data, batch_size=8, max_physical_batch_size=3,
-        noise_multiplier=1.0, clipping=PerLayer(thresholds={"0": 3.0, "2": 4.0}),
-    )  # fmt: skip
-    stds = []
-    release = engine._steps.release._noise.release
-    engine._steps.release._noise.release = lambda sums, std, divisor: (
-        stds.append(std / divisor) or release(sums, std, divisor)
-    )
-    for batch in engine.batches():
-        record = engine.step(batch, lambda m, b: losses_of(m, *b))
-    assert stds == [pytest.approx(5.0 / 8)] * 5
-    assert set(record.norms) == {"0", "2"} or not batch.sizes
-    assert 0 < engine.epsilon() < math.inf
 
 
 def test_thresholds_may_come_first():

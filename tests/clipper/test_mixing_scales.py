@@ -36,20 +36,17 @@ def centred_elsewhere(m, x):
     return m.head(torch.cat([hidden[:4] - hidden[:4].mean(0), hidden[4:]]))
 
 
-def still_open(*values, reason):
-    return pytest.param(*values, marks=pytest.mark.xfail(strict=True, reason=reason))
-
-
 # Where all examples mix and one is not finite, nothing finite is left of any, and nothing is added.
-OTHERS_ARE_HIDDEN = "all rows follow the mark of the one large example, within the tolerance"
+HIDDEN = pytest.mark.xfail(
+    strict=True, reason="all rows follow the mark of the one large example, within the tolerance"
+)
 
 
 @pytest.mark.parametrize("which", [4, EXAMPLES - 1])
 @pytest.mark.parametrize(
     ("wiring", "large"),
-    [(centred, 1.0), (centred, 1e4)]
-    + [still_open(centred, large, reason=OTHERS_ARE_HIDDEN) for large in (1e20, 1e30)]
-    + [(centred_elsewhere, large) for large in (1.0, 1e4, 1e12, 1e30, torch.inf, torch.nan)],
+    [(centred, 1e4), pytest.param(centred, 1e20, marks=HIDDEN)]
+    + [(centred_elsewhere, large) for large in (1e4, 1e12, 1e30, torch.inf, torch.nan)],
 )
 def test_one_example_hides_no_mixing_of_others(wiring, which, large):
     model, factors = network(wiring), torch.ones(EXAMPLES)
@@ -129,8 +126,11 @@ def folded_product(m, x):
     return m.head((rows @ m.p).view(2, len(x), 5).transpose(0, 1)[:, -1])
 
 
+FIRST = pytest.mark.xfail(strict=True, reason="the first order that fits is taken")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("spoilt", [still_open(0, reason="the first order that fits is taken"), 1])
+@pytest.mark.parametrize("spoilt", [pytest.param(0, marks=FIRST), 1])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("wiring", [folded_layer, folded_product])
 def test_rows_that_are_not_finite_go_to_the_example_whose_loss_is_not(wiring, bad, spoilt, dtype):
@@ -148,23 +148,16 @@ def test_rows_that_are_not_finite_go_to_the_example_whose_loss_is_not(wiring, ba
     assert float(result.weights[spoilt]) == 0.0
 
 
-class SmallBias(nn.Module):
+def small_bias(m, x):
     """A learned bias by the distance of positions, with gradients far below those of the rest."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Parameter(torch.zeros(7, 1)), nn.Linear(4, 4)
-        places = torch.arange(4)
-        self.register_buffer("distances", (places[:, None] - places + 3).flatten())
-
-    def forward(self, x):
-        return self.head(x) + 1e-5 * (self.table[self.distances].view(4, 4) @ x)
+    places = torch.arange(4)
+    return m.head(x) + 1e-5 * (m.table[(places[:, None] - places + 3).flatten()].view(4, 4) @ x)
 
 
 def test_a_table_of_faint_gradients_is_shared():
     """Its rows follow no factor, and are too small beside the head's to say so: they are no example's own."""
     torch.manual_seed(0)
-    model, x = SmallBias(), torch.randn(4, 4, 4)
+    model, x = with_parameters(small_bias, {"table": (7, 1)}, head=nn.Linear(4, 4)), torch.randn(4, 4, 4)
     expected = oracle.per_example_grads(model, project, (x,))["table"].flatten(1).norm(dim=1)
     clipper = ghostclip.GhostClipper(model, clipping=1.0)
     torch.testing.assert_close(clipper.norms(project(model(x)), per="parameter")["table"], expected)

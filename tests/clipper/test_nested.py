@@ -5,13 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ghostclip import GhostClipper, PrivacyEngine, UnsupportedModelError
+from ghostclip import PrivacyEngine, UnsupportedModelError
 from ghostclip.clipper.cutting import leaves_of, take_rows
 from ghostclip.engine.micro_batching import rows_of
 from ghostclip.errors import is_out_of_memory
@@ -78,17 +79,10 @@ def engine_of(model: nn.Module, layout: str, **options: Any) -> PrivacyEngine:
 
 def by_hand(model: nn.Module, parts: list[Any]) -> list[Tensor]:
     """The clipped mean over parts of a logical batch, by one backward for each example."""
-    parameters = list(model.parameters())
-    total = [torch.zeros_like(parameter) for parameter in parameters]
-    for part in parts:
-        rows = len(part["labels"])
-        for row in range(rows):
-            loss = loss_fn(model, rows_of(part, rows, row, row + 1))
-            grads = torch.autograd.grad(loss.sum(), parameters)
-            norm = torch.cat([grad.flatten() for grad in grads]).norm()
-            for into, grad in zip(total, grads, strict=True):
-                into += grad * min(1.0, NORM / float(norm))
-    return [each / 8 for each in total]
+    sizes = [len(part["labels"]) for part in parts]
+    ones = [rows_of(part, n, row, row + 1) for part, n in zip(parts, sizes, strict=True) for row in range(n)]
+    losses = torch.cat([loss_fn(model, one) for one in ones])
+    return [total / 8 for total in oracle.clipped_sum(oracle.grads_of_single_losses(model, losses), NORM).values()]
 
 
 def assert_steps_by_hand(engine: PrivacyEngine, steps: int = 3, **options: Any) -> None:
@@ -126,37 +120,6 @@ def test_steps_are_those_of_a_loop(layout: str, name: str, tmp_path: Path) -> No
     assert_steps_by_hand(engine)
 
 
-class PaddedAlready(Padded):
-    def forward(self, texts: Tensor) -> Tensor:
-        return super().forward(torch.nested.nested_tensor(list(texts)))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_users_are_clipped_as_with_padded_tensors(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def trained(model: nn.Module, collated: Any) -> list[Tensor]:
-        torch.manual_seed(0)
-        for parameter in model.double().parameters():
-            nn.init.normal_(parameter)
-        monkeypatch.setattr("test_nested.collate", lambda layout: collated)
-        engine = engine_of(model, layout, unit_ids=[place // 2 for place in range(24)])
-        for _ in range(3):
-            engine.step(next(iter(engine.batches())), loss_fn)
-        return [parameter.detach() for parameter in model.parameters()]
-
-    nested = collate(LAYOUTS[layout])
-
-    def padded(rows: list[Any]) -> dict[str, Any]:
-        return {**(found := nested(rows)), "texts": found["texts"].to_padded_tensor(0.0)}
-
-    torch.testing.assert_close(trained(PaddedAlready(), padded), trained(Padded(), nested), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_verify(layout: str) -> None:
-    model = Padded().double()
-    GhostClipper(model, NORM).verify(loss_fn, collate(LAYOUTS[layout])(texts(6)))
-
-
 @pytest.mark.parametrize("index", [lambda part: owners(part["texts"].offsets().diff()), None])
 def test_values_with_and_without_the_example_of_each_row(index: Any) -> None:
     torch.manual_seed(0)
@@ -173,30 +136,6 @@ def test_layers_on_nested_tensors_are_refused(layout: str) -> None:
     engine = engine_of(OnNested(), layout)
     with pytest.raises(UnsupportedModelError, match="got a nested"):
         engine.step(next(iter(engine.batches())), loss_fn)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_memory_that_runs_out_divides_nested_batches(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    plain = Padded.forward
-    tried: list[int] = []
-
-    def scarce(self: nn.Module, texts: Tensor) -> Tensor:
-        tried.append(texts.size(0))
-        if texts.size(0) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return plain(self, texts)
-
-    engine = engine_of(Padded(), layout)
-    model = copy.deepcopy(engine.model)
-    batch, parts = next(iter(engine.batches())), []
-    batch.pass_through(lambda part: parts.append(part) or part)
-    with monkeypatch.context() as patched:
-        patched.setattr(Padded, "forward", scarce)
-        engine.step(batch, loss_fn)
-    assert max(tried) > 3 >= tried[-1]
-    moved = [(p - q).detach() / 0.5 for p, q in zip(model.parameters(), engine.model.parameters(), strict=True)]
-    torch.testing.assert_close(moved, [each.detach() for each in by_hand(model, parts)], rtol=1e-9, atol=1e-12)
 
 
 def test_memory_that_runs_out_for_rows_with_an_index_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,16 +171,18 @@ def test_rows_of_nested_tensors(layout: str, ragged_dim: int, rows: list[int]) -
         torch.testing.assert_close(list(parts["x"].unbind()), list(found.unbind()), rtol=0, atol=0)
 
 
-def test_jagged_tensors_with_holes_are_not_divided() -> None:
-    whole = torch.nested.nested_tensor_from_jagged(torch.randn(8, 3), torch.tensor([0, 4, 8]), torch.tensor([2, 3]))
-    with pytest.raises(TypeError, match="lengths of its own"):
-        rows_of([whole], 2, 0, 1)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_numbers_of_rows_than_examples_are_not_divided(layout: str) -> None:
-    with pytest.raises(TypeError, match="a nested tensor of 4 rows"):
-        rows_of([ragged(LAYOUTS[layout])], 5, 0, 1)
+@pytest.mark.parametrize(
+    ("whole", "message"),
+    [
+        (lambda: torch.nested.nested_tensor_from_jagged(torch.randn(8, 3), torch.tensor([0, 4, 8]),
+                                                        torch.tensor([2, 3])), "lengths of its own"),
+        *((lambda layout=layout: ragged(layout), "a nested tensor of 4 rows") for layout in LAYOUTS.values()),
+    ],
+)  # fmt: skip
+def test_what_is_not_divided(whole: Callable[[], Tensor], message: str) -> None:
+    """Jagged tensors with holes, and other numbers of rows than examples."""
+    with pytest.raises(TypeError, match=message):
+        rows_of([whole()], 2 if "lengths" in message else 5, 0, 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -68,7 +68,7 @@ def test_clipping_of_large_networks_is_exact_there(library):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", [
-    "layers/test_layers.py", "clipper/test_fallback.py", "layers/test_layers_outside.py", "laws/test_random_models.py",
+    "layers/test_layers.py", "layers/test_layers_outside.py", "laws/test_random_models.py",
     "privacy/test_pitfalls.py", "clipper/test_computed_weights.py",
 ])  # fmt: skip
 def test_what_is_tested_on_the_processor_holds_there(file, library):

@@ -50,63 +50,30 @@ def masked(h, r, mask):
 
 # h [rows, features], r [rows] -> [rows, features]. All keep the rows' examples apart ...
 APART = {
-    "elementwise": lambda h, r: (h * 2 + 1).tanh() * torch.randn_like(h),
-    "a column": lambda h, r: h * h[:, :1],
     "picked": lambda h, r: h[within(r)],
-    "picked by a mask": lambda h, r: h.masked_fill(torch.rand_like(h) < 0.5, 0.0),
-    "index_select": lambda h, r: h.index_select(0, within(r)),
-    "two indices": lambda h, r: h[within(r), torch.zeros_like(r)].unsqueeze(1) * h,
     "a list of pairs": lambda h, r: h[torch.stack([within(r), within(r)], 1)].sum(1),
     "gathered": lambda h, r: h.gather(0, repeated(within(r), h)),
-    "gathered along columns": lambda h, r: h.gather(1, torch.zeros_like(h, dtype=torch.int64)),
     "index_add": lambda h, r: torch.zeros_like(h).index_add(0, within(r), h) + h,
     "scatter_add": lambda h, r: torch.zeros_like(h).scatter_add(0, repeated(within(r), h), h),
-    "softmax": lambda h, r: h.softmax(1),
-    "sum": lambda h, r: h + h.sum(1, keepdim=True) + h.amax(1)[:, None] + h.logsumexp(1).unsqueeze(1),
-    "norm": lambda h, r: h / h.norm(dim=1, keepdim=True),
-    "matrix": lambda h, r: h @ torch.randn(h.shape[1], h.shape[1], dtype=h.dtype),
-    "layer norm": lambda h, r: F.layer_norm(h, h.shape[1:]) + h,
     "views": lambda h, r: h.reshape(1, len(h), -1, 1).squeeze(3).unsqueeze(0).reshape(len(h), -1),
     "transposed": lambda h, r: h.t().tanh().t(),
-    "split": lambda h, r: torch.cat(h.split(1, 0)),
-    "slices": lambda h, r: torch.cat([h[:1], h[1:].sigmoid()]),
     "batched products": lambda h, r: torch.bmm(h.unsqueeze(2), h.unsqueeze(1)).sum(2),
-    "convolution": lambda h, r: F.conv1d(h.unsqueeze(1), torch.randn(1, 1, 1, dtype=h.dtype)).squeeze(1),
     "attention by products": lambda h, r: by_products(h, r.unsqueeze(1) != r),
     "checkpointed": lambda h, r: checkpointed(h),
-    "edges of weight zero": lambda h, r: h + 0.0 * h.flip(0),
     "attention in blocks": lambda h, r: masked(h, r, r.unsqueeze(1) == r),
 }  # fmt: skip
 # ... and these don't, or may not where sizes are the same.
 MIXING = {
     "picked": lambda h, r: h[index_of(len(h), len(h))],
     "index_put": lambda h, r: h.index_put((index_of(len(h), len(h)),), h, accumulate=True),
-    "index_put of one row": lambda h, r: h.index_put((within(r),), h[0], accumulate=True),
     "index_put of a column": lambda h, r: h.index_put((within(r),), h[:, :1], accumulate=True),
-    "scatter": lambda h, r: torch.zeros_like(h).scatter_add(0, torch.randint_like(h, len(h)).long(), h),
-    "gathered": lambda h, r: h.gather(0, torch.randint_like(h, len(h)).long()),
-    "softmax": lambda h, r: h.softmax(0),
-    "centred": lambda h, r: h - h.mean(0),
-    "by the first": lambda h, r: h * h[:1],
     "by a column as a row": lambda h, r: h * h[:, 0] if h.shape[0] == h.shape[1] else h - h.sum(0),
     "transposed": lambda h, r: h + h.t() if h.shape[0] == h.shape[1] else h - h.sum(0),
-    "another view": lambda h, r: h.t().reshape(h.shape),
     "all pairs": lambda h, r: (h @ h.t()).softmax(1) @ h,
     "a product from the left": lambda h, r: torch.randn(len(h), len(h), dtype=h.dtype) @ h,
-    "one batch of products": lambda h, r: torch.bmm(
-        torch.rand(1, len(h), len(h), dtype=h.dtype) * h[:, :1], h.unsqueeze(0)
-    )[0],
-    "as many batches of products": lambda h, r: torch.bmm(
-        torch.rand(len(h), len(h), 2, dtype=h.dtype), h.unsqueeze(1) * torch.rand(len(h), 2, 1, dtype=h.dtype)
-    ).sum(0),
-    "layer norm of all": lambda h, r: F.layer_norm(h, h.shape),
-    "pooling": lambda h, r: F.avg_pool1d(h.t().unsqueeze(0), 3, 1, 1)[0].t(),
-    "convolution": lambda h, r: F.conv1d(h.unsqueeze(0), torch.randn(len(h), len(h), 1, dtype=h.dtype))[0],
     "attention": lambda h, r: masked(h, r, torch.ones(len(h), len(h), dtype=torch.bool)),
-    "attention over a border": lambda h, r: masked(h, r, (r.unsqueeze(1) == r) | (torch.rand(len(h), len(h)) < 0.3)),
     "attention among heads": lambda h, r: F.scaled_dot_product_attention(*[h.reshape(1, 1, -1, 1)] * 3).view(h.shape),
     "a Function": lambda h, r: MulBackward0.apply(h),
-    "sums of all": lambda h, r: h - h.sum(dim=None, keepdim=True) + h.mean(dim=None, keepdim=True),
     "a hook": lambda h, r: hooked(h),
     "in place": lambda h, r: _in_place(h),
 }  # fmt: skip

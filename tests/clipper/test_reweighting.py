@@ -1,28 +1,17 @@
-"""When "reweight" forms its sums by rules though a backward of reweighted losses would do: where that is slower."""
+"""Which sums the second pass forms by rules though a backward would do, and how far down its passes go."""
 
 import oracle
 import pytest
 import torch
-from comparing import assert_dicts_close, gradients
+from case_fallback import with_parameters
+from comparing import assert_close, assert_dicts_close, gradients
+from dispatched import Ops
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ghostclip
 from ghostclip.clipper.collector import Keep
 
 MAX_NORM = 0.05
-
-
-class Names(TorchDispatchMode):
-    """Notes the names of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 class Bag(nn.Module):
@@ -53,10 +42,10 @@ def step(model: nn.Module) -> set[str]:
     clipper.backward(model(words()))
     model.zero_grad()
     losses = model(words())
-    with Names() as names:
+    with Ops() as ops:
         clipper.backward(losses)
     assert_dicts_close(gradients(model), oracle.clipped_sum(grads, MAX_NORM), 1e-10)
-    return names.seen
+    return {name for name, _, _ in ops.seen}
 
 
 @pytest.mark.parametrize("options", [{}, {"convolution": True}, {"padding_idx": 3, "convolution": True}])
@@ -115,3 +104,22 @@ def test_the_second_backward_ends_at_the_lowest_layer_that_has_to_be_summed(seed
     assert_dicts_close(gradients(model), oracle.clipped_sum(grads, MAX_NORM), 1e-10)
     with pytest.raises(ghostclip.StaleInputError, match="freed"):
         original(losses, retain_graph=False)
+
+
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def test_adapters_start_below_the_last_place_where_examples_enter(second_pass):
+    """Of bare LoRA matrices the first has no gradient until the second moves; no layer is below either."""
+    torch.manual_seed(2)
+    wiring = lambda m, x: (x + x @ m.first @ m.second).square().sum(1)  # noqa: E731
+    model = with_parameters(wiring, {"first": (4, 2), "second": (2, 4)}, layer=nn.Identity()).double()
+    model.second.data.zero_()
+    clipper = ghostclip.GhostClipper(model, MAX_NORM, second_pass=second_pass)
+    for number in range(7):
+        x = torch.randn(5, 4, dtype=torch.float64)
+        model.zero_grad()
+        norms = clipper.backward(model(x)).norms
+        each = oracle.per_example_grads(model, lambda losses: losses, [x])
+        assert_close(norms, oracle.norms(each), 1e-10)
+        assert_dicts_close(gradients(model), oracle.clipped_sum(each, MAX_NORM), 1e-10)
+        if number == 4:
+            model.second.data.normal_()

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from case_models import Wired
 from torch import nn
 from torch.nn import functional as F
 
@@ -39,16 +40,11 @@ class Model(nn.Module):
         return self.second(self.between(self, self.first(x).tanh(), *more)).square().flatten(1).sum(1)
 
 
-def read(between, *data, examples=6, more=()):
-    model = Model(between)
-    clipper = ghostclip.GhostClipper(ghostclip.wrap(model))
-    losses = model(torch.randn(examples, *more, WIDTH), *data)
-    return model, clipper, losses, read_graph(losses, ParameterNames(model))
-
-
-def moved(between, *data, examples=6, more=()):
+def moved(between, *data, examples=6):
     """What moves rows in a graph of one batch, and whether it does in this batch."""
-    _, _, losses, uses = read(between, *data, examples=examples, more=more)
+    model = ghostclip.wrap(Model(between))
+    losses = model(torch.randn(examples, WIDTH), *data)
+    uses = read_graph(losses, ParameterNames(model))
     found = owners(losses, uses.calls, edges_of(uses, uses.nodes, losses), uses.weights_alone)
     at = {edge: each for edge, each in found.items() if isinstance(edge, tuple)}
     at |= {(uses.capturing[call], 0): found[call] for call in uses.calls}
@@ -128,15 +124,13 @@ def test_an_index_is_looked_at(name):
 # When ownership is measured ------------------------------------------------------------------------------------------
 
 
-def measured(sizes, between=lambda m, h: h, dtype=None, hook=lambda number, h: None, **options):
+def measured(sizes, between=lambda m, h: h, dtype=torch.float32, factors=1.0, **options):
     """Which of some batches are measured, by number from 1."""
     found, known = [], layouts.Layouts(lambda _: None)
-    model = ghostclip.wrap(Model(lambda m, h: between(m, h)).to(dtype or torch.float32))
+    model = ghostclip.wrap(Model(between).to(dtype))
     names = ParameterNames(model)
     for number, examples in enumerate(sizes, 1):
-        h = torch.randn(examples, WIDTH, dtype=dtype or torch.float32)
-        losses = model(h)
-        hook(number, losses)
+        losses = model(torch.randn(examples, WIDTH, dtype=dtype)) * factors
         if known.lay_out(losses, read_graph(losses, names), names, forward=lambda: None, **options).measured:
             found.append(number)
     return found
@@ -176,17 +170,8 @@ def test_what_is_asked_for_is_measured(options):
 
 def test_rows_of_a_single_example_are_not_taken_to_hold():
     """The others' gradients are zero: nothing was shown about them."""
-
-    def between(m, h):
-        return h * torch.tensor([1.0, 0.0, 0.0, 0.0])[:, None]
-
-    found, shown = [], layouts.Layouts(lambda _: None)
-    model = ghostclip.wrap(Model(between))
-    names = ParameterNames(model)
-    for _ in range(6):
-        losses = model(torch.randn(4, WIDTH)) * torch.tensor([1.0, 0.0, 0.0, 0.0])
-        found.append(shown.lay_out(losses, read_graph(losses, names), names).measured)
-    assert all(found)
+    first = torch.tensor([1.0, 0.0, 0.0, 0.0])[:, None]
+    assert measured([4] * 6, lambda m, h: h * first, factors=first[:, 0]) == list(range(1, 7))
 
 
 # The alarm -----------------------------------------------------------------------------------------------------------
@@ -299,21 +284,15 @@ def test_a_part_that_is_called_alone_may_take_buffers(constant):
 # What users say ------------------------------------------------------------------------------------------------------
 
 
-class EitherFirst(nn.Module):
+def either_first(m, x, time_first):
     """Layers on [B, T, d] or [T, B, d]."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
-
-    def forward(self, x, time_first):
-        x = x.transpose(0, 1) if time_first else x
-        return self.second(self.first(x).tanh()).square().sum((0, 2) if time_first else (1, 2))
+    x = x.transpose(0, 1) if time_first else x
+    return m.second(m.first(x).tanh()).square().sum((0, 2) if time_first else (1, 2))
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_dimension_that_is_said_must_agree(right):
-    model = EitherFirst()
+    model = Wired(either_first, first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, 2))
     clipper = ghostclip.GhostClipper(ghostclip.wrap(model, batch_dim=1))
     losses = model(torch.randn(4, 3, WIDTH), right)
     if right:

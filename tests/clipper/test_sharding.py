@@ -11,6 +11,9 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import ghostclip
@@ -24,14 +27,10 @@ SECOND_PASSES = ("reweight", "cached")
 
 
 def mesh() -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
     return init_device_mesh("cpu", (2,))
 
 
 def fsdp1(model: nn.Module, **options: Any) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
 
 
@@ -41,8 +40,6 @@ def fsdp1_of_a_layer(model: nn.Module) -> nn.Module:
 
 
 def fsdp2(model: nn.Module) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
     return fully_shard(model, mesh=mesh())
 
 
@@ -52,8 +49,6 @@ def fsdp2_of_a_layer(model: nn.Module) -> nn.Module:
 
 
 def tensor_parallel(model: nn.Module) -> nn.Module:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     return parallelize_module(model, mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 

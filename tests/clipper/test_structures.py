@@ -16,6 +16,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Wired
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -29,22 +30,12 @@ from ghostclip.graph.reader import read_graph
 EXAMPLES, WIDTH, LENGTH = 4, 12, 12
 
 
-class Model(nn.Module):
-    """A layer and one operation behind it."""
-
-    def __init__(self, form: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.first, self.form = nn.Linear(WIDTH, WIDTH), form
-
-    def forward(self, x: Tensor, *more: Any) -> Tensor:
-        return self.form(self.first(x), *more).abs().flatten()
-
-
 class Structures:
-    """Structures of graphs of one model, by (examples, length, arguments)."""
+    """Structures of graphs of one model, a layer and one operation behind it, by (examples, length, arguments)."""
 
     def __init__(self, form: Callable[..., Tensor]) -> None:
-        self.model = ghostclip.wrap(Model(form))
+        wiring = lambda m, x, *more: form(m.first(x), *more).abs().flatten()  # noqa: E731
+        self.model = ghostclip.wrap(Wired(wiring, first=nn.Linear(WIDTH, WIDTH)))
         self.names = ParameterNames(self.model)
 
     def __call__(self, examples: int, length: int, *more: Any) -> int:
@@ -196,19 +187,13 @@ def cut_at_random(m: Any, x: Tensor, cut: int, turn: bool = False) -> Tensor:
     return m.last(h + turn * h.roll(1, 0)).square().flatten(1).sum(1)
 
 
-class TwoLayers(nn.Module):
+def two(form: Callable[..., Tensor]) -> nn.Module:
     """Two layers, for a forward that is given."""
-
-    def __init__(self, form: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.first, self.last, self.form = nn.Linear(6, 6), nn.Linear(6, 6), form
-
-    def forward(self, *inputs: Any) -> Tensor:
-        return self.form(self, *inputs)
+    return Wired(form, first=nn.Linear(6, 6), last=nn.Linear(6, 6))
 
 
 def test_two_layers_of_one_kind_are_told_apart() -> None:
-    model = ghostclip.wrap(TwoLayers(two_layers))
+    model = ghostclip.wrap(two(two_layers))
     names = ParameterNames(model)
     found = [read_graph(model(torch.randn(4, 6), other), names).structure for other in (False, True, False)]
     assert found[0] == found[2] != found[1]
@@ -217,7 +202,7 @@ def test_two_layers_of_one_kind_are_told_apart() -> None:
 def test_no_more_is_remembered_than_structures_of_the_last_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that cuts at random makes a new graph in most steps; what was forgotten is measured anew."""
     monkeypatch.setattr(layouts, "REMEMBERED", 3)
-    model = TwoLayers(cut_at_random).double()
+    model = two(cut_at_random).double()
     clipper = GhostClipper(model)
     for cut in [*range(9), *range(9)]:
         losses = model(torch.randn(EXAMPLES, 9, 6).double(), cut)
@@ -251,7 +236,7 @@ MIXING: dict[str, tuple[Callable[[Tensor, Any], Tensor], tuple[int, ...], Any, t
 def test_rows_that_move_by_an_argument_of_a_later_batch_are_measured(name: str) -> None:
     form, shape, argument, later, other = MIXING[name]
     torch.manual_seed(0)
-    model = TwoLayers(moved(form)).double()
+    model = two(moved(form)).double()
     clipper = GhostClipper(model)
     for size, given in ((shape, argument),) * 3 + ((later, other),):
         losses = model(torch.randn(size).double(), given)

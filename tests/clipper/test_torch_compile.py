@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Wired
 from torch import nn
 
 import ghostclip
@@ -79,24 +80,7 @@ def test_a_model_compiled_afterwards_is_refused_at_the_first_batch(way: Any, by_
 
 
 def test_a_compiled_function_inside_of_the_model_is_refused() -> None:
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 4)
-            self.gate = torch.compile(lambda x: torch.tanh(x) * torch.sigmoid(x), backend="aot_eager")
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.gate(self.linear(x))
-
-    clipper = ghostclip.GhostClipper(Gated())
+    gate = torch.compile(lambda x: torch.tanh(x) * torch.sigmoid(x), backend="aot_eager")
+    clipper = ghostclip.GhostClipper(Wired(lambda m, x: gate(m.linear(x)), linear=nn.Linear(8, 4)))
     with pytest.raises(ghostclip.UnsupportedModelError, match=r"torch\.compile"):
         clipper.clip(losses, (torch.randn(5, 8), torch.randint(4, (5,))))
-
-
-@pytest.mark.slow
-def test_the_engines_own_compiled_steps_are_what_the_message_names() -> None:
-    engine = engine_over(network())
-    engine.compile()
-    for batch in engine.batches():
-        engine.step(batch, losses)
-    assert engine.steps_taken == 4

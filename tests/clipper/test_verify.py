@@ -16,30 +16,24 @@ every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 
 
 @every_pass
-@pytest.mark.parametrize("name", ["mlp in place", "cnn", "transformer", "lstm decoder", "tied head"])
+@pytest.mark.parametrize("name", ["cnn", "transformer", "tied head"])
 def test_verify_passes_on_good_models(name, second_pass):
     row = case(name)
     model, clipper, _ = ready(row, second_pass=second_pass)
-    worst = clipper.verify(lambda m, batch: row.losses(m(*batch)), row.inputs())
-    assert worst <= 1e-9
+    assert clipper.verify(lambda m, batch: row.losses(m(*batch)), row.inputs()) <= 1e-9
     assert all(p.grad is None for p in model.parameters())
 
 
-class KeysWithBias(nn.Module):
+def keys_with_bias(m, x):
     """Attention by hand: what a bias adds to all keys, the softmax takes away, so that its gradient is rounding."""
-
-    def __init__(self):
-        super().__init__()
-        self.query, self.key = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return torch.softmax(self.query(x) @ self.key(x).mT, dim=-1) @ x
+    return torch.softmax(m.query(x) @ m.key(x).mT, dim=-1) @ x
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_verify_does_not_compare_rounding_with_rounding(dtype):
     torch.manual_seed(0)
-    clipper = ghostclip.GhostClipper(KeysWithBias().to(dtype), 0.1)
+    model = Wired(keys_with_bias, query=nn.Linear(6, 6), key=nn.Linear(6, 6)).to(dtype)
+    clipper = ghostclip.GhostClipper(model, 0.1)
     worst = clipper.verify(lambda m, x: m(x).square().sum((1, 2)), torch.randn(5, 7, 6, dtype=dtype))
     assert 0 < worst < (1e-3 if dtype == torch.float32 else 1e-9)
 

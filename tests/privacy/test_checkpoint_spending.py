@@ -11,7 +11,7 @@ from checkpointed_runs import engine_of, go, private, state_of
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ghostclip import BudgetExceededError, LedgerError, PrivacyError, accounting
+from ghostclip import BudgetExceededError, LedgerError, PrivacyError, accounting, checkpoint
 from ghostclip.clipping import Adaptive, Custom, PerLayer
 
 
@@ -53,6 +53,8 @@ def test_redone_steps_draw_fresh_samples_and_noise(tmp_path: Path) -> None:
         go(other, 1)
         ends.append(runs.weights(other.model))
     assert not any(torch.equal(ends[left], ends[right]) for left in range(3) for right in range(left))
+    stored = checkpoint.load(tmp_path / "x")
+    assert (stored.private["noise"], stored.private["sampler"]) == ({}, None)
 
 
 def test_a_plan_holds_over_interruptions_and_another_is_refused(

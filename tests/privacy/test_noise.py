@@ -20,12 +20,11 @@ from ghostclip.noise import noise_source
 from ghostclip.noise.gaussian import CHUNK, SMALL, Aes, ChaCha, Normal, box_muller
 from ghostclip.noise.standard import StandardNoise
 
-MILLION = 1_000_000
 # A false alarm once in a hundred thousand runs for each test.
 RARE = 1e-5
 
 
-def numbers(source: StandardNoise, count: int = MILLION, std: float = 1.0) -> np.ndarray:
+def numbers(source: StandardNoise, count: int, std: float = 1.0) -> np.ndarray:
     return source.release([torch.zeros(count)], std)[0].numpy()
 
 
@@ -200,26 +199,9 @@ def test_every_number_of_every_size_is_filled(size: int, dtype: torch.dtype) -> 
         assert len(guarded[:size].unique()) >= 0.99 * size
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.one_in(2)
-def test_every_stream_is_gaussian_and_independent(dtype: torch.dtype) -> None:
-    for stream in streams():
-        out = torch.empty(MILLION, dtype=dtype)
-        stream.fill(out, 1.0)
-        assert stats.kstest(out.numpy(), "norm").pvalue > RARE
-        counts, _ = np.histogram(out.numpy(), stats.norm.ppf(np.linspace(0, 1, 1001)))
-        assert stats.chisquare(counts).pvalue > RARE
-        # The two numbers of a pair are half a group of vectors, or half a chunk, apart.
-        for lag in (1, 32, 64, 128, CHUNK // 2):
-            for of in (out, out.abs()):
-                assert stats.pearsonr(of[:-lag].numpy(), of[lag:].numpy()).pvalue > RARE
-
-
-def test_without_a_compiler_the_noise_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_generator_is_openssl_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ghostclip.noise.gaussian.library", lambda name: None)
-    source = StandardNoise()
-    assert stats.kstest(numbers(source), "norm").pvalue > RARE
-    assert source.generator_on(torch.device("cpu")) == "AES-256, a cipher, in OpenSSL"
+    assert StandardNoise().generator_on(torch.device("cpu")) == "AES-256, a cipher, in OpenSSL"
 
 
 @pytest.mark.parametrize("before", [0, 1, 3, 4, 9])

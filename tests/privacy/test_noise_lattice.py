@@ -129,21 +129,6 @@ def test_the_law_is_that_of_a_rounded_gaussian(target: float, std: float, dtype:
     assert stats.chisquare(observed, expected * counts.sum()).pvalue > RARE
 
 
-def test_the_fine_lattice_s_law_is_a_discrete_gaussian_s(compiling: bool) -> None:
-    # At 256 steps and more a standard deviation, rounded and discrete Gaussian probabilities differ by 1e-6 of them.
-    lattice = Lattice(1.0, 1.0)
-    found = np.rint(lattice.release(np.zeros(300_000, np.float32), KeyStream()) / lattice.step).astype(int)
-    reach = int(5 * lattice.spread)
-    points = np.arange(-reach, reach + 1)
-    weights = np.exp(-0.5 * (points / lattice.spread) ** 2)
-    edges = np.searchsorted(np.cumsum(weights) / weights.sum(), np.linspace(0, 1, 201)[1:-1])
-    cells = np.searchsorted(points[edges], found)
-    expected = np.add.reduceat(weights, np.concatenate([[0], edges + 1])) / weights.sum()
-    assert stats.chisquare(np.bincount(cells, minlength=200), expected * len(found)).pvalue > RARE
-    # Every residue is as frequent as another: nothing favours some of the lattice's points.
-    assert stats.chisquare(np.bincount(found % 16, minlength=16)).pvalue > RARE
-
-
 def test_sixty_digits_alone_give_the_same_law(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing_is_certain(self: Ziggurat, layers: np.ndarray, shares: np.ndarray, stream: KeyStream) -> tuple:
         return np.zeros(len(layers), bool), np.ones(len(layers), bool), stream.words(len(layers)) >> np.uint64(11)
