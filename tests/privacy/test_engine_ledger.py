@@ -12,7 +12,7 @@ import torch
 from ledgers import charged, records, spent
 
 from ghostclip import accounting
-from ghostclip.accounting import affordable, calibration
+from ghostclip.accounting import affordable, targets
 from ghostclip.engine import PrivacyEngine, budget
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.events import FixedSizeGaussian, SampledGaussian
@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         def epsilon(self, events: Any, delta: float) -> float:
             return epsilon_of(events, delta=delta)
 
-    for place in (accounting, calibration):
+    for place in (accounting, targets):
         monkeypatch.setattr(place, "epsilon_of", epsilon_of)
     monkeypatch.setattr(accounting, "RunningEpsilon", Running)
     monkeypatch.setattr(accounting, "noise_for", lambda *arguments, **more: 1.0)
@@ -234,7 +234,7 @@ def test_affordable_steps_are_those_a_slow_count_finds(
     def epsilon_of(events: Any, *, delta: float, accountant: str = "pld", coarser: int = 1) -> float:
         return exact(events, delta=delta) * (off if accountant == "rdp" else 1.0)
 
-    monkeypatch.setattr(calibration, "epsilon_of", epsilon_of)
+    monkeypatch.setattr(targets, "epsilon_of", epsilon_of)
     found = affordable(past, EVENT, max_epsilon=limit, delta=1e-3)
     assert found == most_within(limit, past)
     for most in (0, 1, found, found + 1, 2 * found):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ghostclip import accounting
-from ghostclip.accounting import RunningEpsilon, calibration, epsilon_of, running
+from ghostclip.accounting import RunningEpsilon, epsilon_of, running, targets
 from ghostclip.accounting.spent import Setting
 from ghostclip.events import Event
 
@@ -98,7 +98,7 @@ def test_calibrated_noise_is_the_least_on_the_fine_grid(name: str) -> None:
 
 
 def test_a_coarse_grid_without_a_root_costs_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    epsilon_of = calibration.epsilon_of
-    monkeypatch.setattr(calibration, "epsilon_of", lambda *args, coarser=1, **options: epsilon_of(*args, **options)
+    epsilon_of = targets.epsilon_of
+    monkeypatch.setattr(targets, "epsilon_of", lambda *args, coarser=1, **options: epsilon_of(*args, **options)
                         if coarser == 1 else 1e6)  # fmt: skip
     assert_least(accounting.noise_multiplier(**SMALL), SMALL)
