@@ -3,7 +3,6 @@
 import oracle
 import pytest
 import torch
-from law_programs import single_gradients
 from torch import nn
 from torch.nn import functional as F
 
@@ -68,7 +67,7 @@ def _seeded():
 def test_clipped_sums_are_those_of_a_loop_over_graphs_and_an_edge_between_them_is_refused(layer):
     graphs = [graph(nodes) for nodes in (3, 6, 1, 12, 4)]
     model = Network(layer).double()
-    each = [single_gradients(model, losses(model, Batch.from_data_list([g]))) for g in graphs]
+    each = [oracle.grads_of_single_losses(model, losses(model, Batch.from_data_list([g]))) for g in graphs]
     expected = {name: torch.cat([grads[name] for grads in each]) for name in each[0]}
     clipper, batch = GhostClipper(model, clipping=0.3), Batch.from_data_list(graphs)
     for _ in range(3):
