@@ -1,6 +1,7 @@
 """What happened, as plain data: the releases that are charged, read by accountants and ledgers.
 
-Fields are strings and numbers, and a tuple of events in `JointGaussian`; ``EVENTS`` has every kind by its name.
+Fields are strings and numbers, and a tuple of events in `JointGaussian` and `Selection`; ``EVENTS`` has every kind by
+its name.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from ghostclip.validate import fraction, nonnegative, one_of, positive, positive_int, whole
+from ghostclip.validate import at_least_one, fraction, nonnegative, one_of, positive, positive_int, whole
 
 __all__ = [
+    "DISTRIBUTIONS",
     "EVENTS",
     "RELATIONS",
     "SAMPLINGS",
@@ -24,6 +26,7 @@ __all__ = [
     "JointGaussian",
     "SampledGaussian",
     "SampledRelease",
+    "Selection",
     "TruncatedGaussian",
     "mechanism_of",
     "merged",
@@ -33,6 +36,7 @@ __all__ = [
 RELATIONS = ("add_or_remove_one", "replace_one")
 SAMPLINGS = ("poisson", "without_replacement", "truncated", "cyclic_poisson", "cyclic")
 UNITS = ("example", "user")
+DISTRIBUTIONS = ("poisson", "geometric", "logarithmic")
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,66 @@ class JointGaussian:
         return self.events[0].unit
 
 
-Event: TypeAlias = SampledRelease | JointGaussian
+@dataclass(frozen=True)
+class Selection:
+    """The best of a random number of runs over the same data; nothing else of them is released.
+
+    The number is drawn from a distribution that is fixed beforehand and independently of the data (Papernot and Steinke
+    2022, "Hyperparameter tuning with Rényi differential privacy", definitions 1 and 5).
+
+    Attributes:
+        events: the releases of one run, with their counts; Poisson samples, where Rényi divergences are known.
+        expected_runs: mean of the distribution; finite, >= 1.
+        distribution: of the number of runs: "poisson", "geometric", "logarithmic", or the shape > 0 of a truncated
+            negative binomial distribution (1 is geometric, and towards 0 it is logarithmic).
+        count: how often a best one was selected.
+
+    Raises:
+        ValueError, TypeError: a field is out of range, or the events are about different neighbours.
+    """
+
+    events: tuple[SampledGaussian, ...]
+    expected_runs: float
+    distribution: str | float = "poisson"
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        _set(self, events=tuple(self.events), count=whole(count=self.count))
+        _set(self, expected_runs=at_least_one(expected_runs=self.expected_runs))
+        if isinstance(self.distribution, str):
+            one_of(DISTRIBUTIONS, distribution=self.distribution)
+        else:
+            _set(self, distribution=positive(distribution=self.distribution))
+        if any(type(event) is not SampledGaussian or event.relation != RELATIONS[0] for event in self.events):
+            raise ValueError(
+                f"events of a selection must be SampledGaussian about {RELATIONS[0]}, whose divergences are known; "
+                f"got {self.events!r}"
+            )
+        if len({event.unit for event in self.events}) != 1:
+            raise ValueError(f"events of a selection must be about the same unit of privacy; got {self.events!r}")
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The least of a run's releases."""
+        return min(event.noise_multiplier for event in self.events)
+
+    @property
+    def sample_rate(self) -> float:
+        """The largest of a run's releases."""
+        return max(event.sample_rate for event in self.events)
+
+    @property
+    def relation(self) -> str:
+        """Which data sets are neighbours."""
+        return self.events[0].relation
+
+    @property
+    def unit(self) -> str:
+        """Whose presence that is about."""
+        return self.events[0].unit
+
+
+Event: TypeAlias = SampledRelease | JointGaussian | Selection
 E = TypeVar("E", bound=Event)
 EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind
@@ -216,6 +279,7 @@ EVENTS: dict[str, type[Event]] = {
         CyclicPoissonGaussian,
         CyclicGaussian,
         JointGaussian,
+        Selection,
     )
 }
 

@@ -16,10 +16,12 @@ from .errors import (
 )
 from .nn.declared import same_as
 from .noise.mean import PrivateMean, private_mean
+from .selection import Best, NoisyScore, select
 from .self_check import check
 from .wrap import Finding, unwrap, wrap
 
 __all__ = [
+    "Best",
     "BudgetExceededError",
     "ClippingResult",
     "Finding",
@@ -28,6 +30,7 @@ __all__ = [
     "GradientLeakError",
     "LedgerError",
     "LossShapeError",
+    "NoisyScore",
     "PrivacyEngine",
     "PrivacyError",
     "PrivateMean",
@@ -42,6 +45,7 @@ __all__ = [
     "per_example_norms",
     "private_mean",
     "same_as",
+    "select",
     "traces",
     "unwrap",
     "wrap",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 __all__ = [
     "RefusesNames",
+    "at_least_one",
     "fraction",
     "nonnegative",
     "one_of",
@@ -41,6 +42,11 @@ def _number(argument: dict[str, Any], expected: str, holds: Callable[[Any], bool
 def positive(**argument: Any) -> float:
     """The one keyword argument as a float: finite and > 0. Raises ValueError or TypeError naming it."""
     return float(_number(argument, "a finite number > 0", lambda value: 0 < value < math.inf))
+
+
+def at_least_one(**argument: Any) -> float:
+    """The one keyword argument as a float: finite and >= 1. Raises ValueError or TypeError naming it."""
+    return float(_number(argument, "a finite number >= 1", lambda value: 1 <= value < math.inf))
 
 
 def power_of_two(**argument: Any) -> float:

@@ -3219,6 +3219,9 @@ BY_MARKS = [
 
 MEAN, MEANS = "ghostclip/noise/mean.py", ("tests/privacy/test_private_mean.py",)
 
+BEFORE = ("tests/engine/test_before.py",)
+SEARCH, SEARCHES = "ghostclip/selection/search.py", ("tests/privacy/test_select.py",)
+
 CHOSEN_PRIVATELY = [
     Mutant(
         "a private mean without the cut",
@@ -3247,6 +3250,76 @@ CHOSEN_PRIVATELY = [
         "event=planned if source.private else _event([0.0] * len(stds), neighboring)",
         "event=planned",
         MEANS,
+    ),
+    Mutant(
+        "a release before the training isn't charged to the ledger",
+        SPENDING,
+        "            before.charge(self.ledger)\n",
+        "",
+        BEFORE,
+    ),
+    Mutant(
+        "an engine without a ledger doesn't count a release before",
+        SPENDING,
+        "            self._runs[name][event] = 1\n",
+        "            pass\n",
+        BEFORE,
+    ),
+    Mutant(
+        "the noise is calibrated without the release before",
+        "ghostclip/engine/terms.py",
+        "[*self.before.planned, *self._events(noise)]",
+        "self._events(noise)",
+        BEFORE,
+    ),
+    Mutant(
+        "a release before the training counts as one of its steps",
+        SPENDING,
+        "        steps = _counted(self._steps_in(spent))\n        return",
+        "        steps = _counted(spent)\n        return",
+        BEFORE,
+    ),
+    Mutant(
+        "a search stops at a score that is good enough",
+        SEARCH,
+        "        runs.add(result, float(score(result)))\n",
+        "        runs.add(result, float(score(result)))\n        if runs.score > 1:\n            break\n",
+        SEARCHES,
+    ),
+    Mutant(
+        "an interrupted search draws its runs again",
+        "ghostclip/selection/kept.py",
+        '        return Runs(**found.private["runs"])\n',
+        "        return Runs.drawn(draw())\n",
+        SEARCHES,
+    ),
+    Mutant(
+        "a search is charged after its runs",
+        SEARCH,
+        "            _charge(book, runs.name, event)\n            _finished(runs, train, candidates, score, kept)\n",
+        "            _finished(runs, train, candidates, score, kept)\n            _charge(book, runs.name, event)\n",
+        SEARCHES,
+    ),
+    Mutant(
+        "the noise of a private score isn't charged",
+        SEARCH,
+        "Selection((step, *noisy), expected_runs, distribution)",
+        "Selection((step,), expected_runs, distribution)",
+        SEARCHES,
+    ),
+    Mutant(
+        "a search is charged as one run",
+        "ghostclip/accounting/divergences.py",
+        "    if isinstance(event, Selection):\n        run = ",
+        "    if isinstance(event, Selection):\n        return as_dp_event(event.events[0])\n        run = ",
+        ("tests/privacy/test_selection_epsilon.py",),
+    ),
+    Mutant(
+        "membership risk without the search in the ledger",
+        "ghostclip/accounting/spent.py",
+        "    if any(isinstance(event, Selection) for event in listed):\n",
+        "    if False:\n",
+        ("tests/privacy/test_selection_epsilon.py",),
     ),
 ]
 

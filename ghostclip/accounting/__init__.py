@@ -8,6 +8,7 @@ is no bound, so there is none.
 from ghostclip.accounting.attacks import FALSE_POSITIVE_RATES, Risk, risk, risk_of
 from ghostclip.accounting.calibration import affordable, max_steps, noise_for, noise_multiplier
 from ghostclip.accounting.running import RunningEpsilon
+from ghostclip.accounting.selection import selection_epsilon, success_probability
 from ghostclip.accounting.spent import (
     ACCOUNTANTS,
     Setting,
@@ -19,6 +20,8 @@ from ghostclip.accounting.spent import (
     guarantee,
     neighbours,
     samples,
+    selections,
+    steps,
     warn_of_delta,
 )
 
@@ -42,5 +45,9 @@ __all__ = [
     "risk",
     "risk_of",
     "samples",
+    "selection_epsilon",
+    "selections",
+    "steps",
+    "success_probability",
     "warn_of_delta",
 ]

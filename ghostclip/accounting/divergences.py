@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 import scipy
 
-from ghostclip.events import FixedSizeGaussian, SampledRelease, TruncatedGaussian
+from ghostclip.events import FixedSizeGaussian, SampledRelease, Selection, TruncatedGaussian
 
 __all__ = ["as_dp_event", "epsilon_by_divergences"]
 
+# Of the truncated negative binomial distribution, as dp-accounting has it: Poisson is its limit.
+SHAPES: dict[str | float, float] = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
 # A relative step by which a bound is rounded up where it was found by iteration.
 ROUNDING = 1e-7
 # A bound that isn't found by then is none.
 MOST_ROUNDS = 1000
 
 
-def as_dp_event(event: SampledRelease) -> Any:
+def as_dp_event(event: SampledRelease | Selection) -> Any:
     """dp-accounting's event for one release, for its RDP accountant under the event's own relation.
 
     Its noise multipliers are relative to the bound on one example's term but for samples without replacement, where
@@ -30,6 +32,12 @@ def as_dp_event(event: SampledRelease) -> Any:
     """
     import dp_accounting
 
+    if isinstance(event, Selection):
+        run = [dp_accounting.SelfComposedDpEvent(as_dp_event(each), each.count) for each in event.events]
+        shape = SHAPES.get(event.distribution, event.distribution)
+        return dp_accounting.dp_event.RepeatAndSelectDpEvent(
+            dp_accounting.ComposedDpEvent(run), event.expected_runs, shape
+        )
     rate = event.sample_rate
     if not isinstance(event, FixedSizeGaussian):
         return dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(event.noise_multiplier))
@@ -40,7 +48,7 @@ def as_dp_event(event: SampledRelease) -> Any:
     return dp_accounting.SampledWithoutReplacementDpEvent(among, drawn, gaussian)
 
 
-def epsilon_by_divergences(events: Sequence[SampledRelease], delta: float) -> float:
+def epsilon_by_divergences(events: Sequence[SampledRelease | Selection], delta: float) -> float:
     """Epsilon of at least one event, all with noise.
 
     A truncated Poisson sample differs from one that isn't with the probability of a cut, so whatever it is used for
@@ -48,7 +56,7 @@ def epsilon_by_divergences(events: Sequence[SampledRelease], delta: float) -> fl
     the sum of these probabilities to delta.
     """
     with _without_remarks():
-        total = sum(event.count * _of_one_release(replace(event, count=1, unit="example")) for event in events)
+        total = sum(event.count * _of_one_release(_once(event)) for event in events)
     cuts = sum(
         event.count * float(scipy.stats.binom.sf(event.max_batch_size, event.dataset_size, event.sample_rate))
         for event in events
@@ -68,8 +76,13 @@ def epsilon_by_divergences(events: Sequence[SampledRelease], delta: float) -> fl
     return math.inf
 
 
+def _once(event: SampledRelease | Selection) -> SampledRelease | Selection:
+    """With a count of 1, and the same for every unit of privacy."""
+    return replace(event, count=1) if isinstance(event, Selection) else replace(event, count=1, unit="example")
+
+
 @lru_cache(maxsize=64)
-def _of_one_release(event: SampledRelease) -> np.ndarray:
+def _of_one_release(event: SampledRelease | Selection) -> np.ndarray:
     from dp_accounting import NeighboringRelation, rdp
 
     accountant = rdp.RdpAccountant(neighboring_relation=NeighboringRelation[event.relation.upper()])

@@ -18,7 +18,7 @@ import numpy as np
 import scipy
 
 from ghostclip.accounting.losses import PLD_INTERVAL, composed, grid_interval, of_one_release
-from ghostclip.accounting.spent import epsilon_of, sampled_releases
+from ghostclip.accounting.spent import epsilon_of, sampled_releases, selections
 from ghostclip.events import Event, SampledRelease
 
 __all__ = ["RunningEpsilon"]
@@ -58,6 +58,9 @@ class RunningEpsilon:
         Raises:
             ValueError, TypeError: as `epsilon_of`.
         """
+        events = list(events)
+        if selections(events):
+            return epsilon_of(events, delta=delta)  # by Rényi divergences, in milliseconds
         counts = {replace(release, count=1): release.count for release in sampled_releases(events)}
         if delta == self._delta and counts == self._counts:
             return self._found

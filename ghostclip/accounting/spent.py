@@ -19,6 +19,7 @@ from ghostclip.events import (
     JointGaussian,
     SampledGaussian,
     SampledRelease,
+    Selection,
     TruncatedGaussian,
     mechanism_of,
     merged,
@@ -37,6 +38,9 @@ __all__ = [
     "neighbours",
     "sampled_releases",
     "samples",
+    "selections",
+    "steps",
+    "used_for",
     "warn_of_delta",
 ]
 
@@ -247,7 +251,7 @@ def epsilon_of(events: Iterable[Event], *, delta: float, accountant: str = "pld"
     Args:
         events: the releases, such as `PrivacyEngine.events`, `Ledger.events` or results of `Setting.event`.
         delta: in (0, 1).
-        accountant: "pld" or "rdp", as for `epsilon`.
+        accountant: "pld" or "rdp", as for `epsilon`. With a `ghostclip.events.Selection` among them it is "rdp".
         coarser: factor on the width of PLD's grid of losses, >= 1. A larger one is faster and gives a larger bound.
 
     Returns:
@@ -259,47 +263,76 @@ def epsilon_of(events: Iterable[Event], *, delta: float, accountant: str = "pld"
     """
     open_fraction(delta=delta)
     one_of(ACCOUNTANTS, accountant=accountant)
-    happened = sampled_releases(events)
-    if not happened:
+    happened = list(events)
+    _check_alike(happened)
+    selected = selections(happened)
+    releases = sampled_releases(event for event in happened if not isinstance(event, Selection))
+    everything: list[SampledRelease | Selection] = [*releases, *selected]
+    if not everything:
         return 0.0
-    if any(event.noise_multiplier < LEAST_NOISE for event in happened):
+    if any(event.noise_multiplier < LEAST_NOISE for event in everything):
         return math.inf
-    for event in happened:
+    if (accountant := used_for(happened, accountant)) == "pld":
+        return epsilon_by_losses(releases, delta, coarser)
+    for event in releases:
         if accountant not in accountants_for(event):
             raise ValueError(
                 f"accountant={accountant!r} has no bound for {event.sampling} sampling when neighbours differ by "
                 "replace_one; use accountant='pld', or neighboring='add_or_remove_one'"
             )
-    if accountant == "pld":
-        return epsilon_by_losses(happened, delta, coarser)
-    return epsilon_by_divergences(happened, delta)
+    return epsilon_by_divergences(everything, delta)
+
+
+def selections(events: Iterable[Event]) -> list[Selection]:
+    """The selections among ``events`` whose runs released anything."""
+    return [
+        event for event in merged(events) if isinstance(event, Selection) and any(each.count for each in event.events)
+    ]
+
+
+def used_for(events: Sequence[Event], accountant: str) -> str:
+    """The accountant that bounds ``events``: with a selection among them, Rényi divergences are all that is known."""
+    return "rdp" if selections(events) else accountant
 
 
 def sampled_releases(events: Iterable[Event]) -> list[SampledRelease]:
     """Each distinct mechanism among ``events`` with its count, as a release over a sample.
 
     Raises:
-        ValueError: the events are about different neighbours.
+        ValueError: the events are about different neighbours, or a selection is among them.
     """
-    happened = merged(_as_sampled(event) for event in _mechanisms(events))
-    kinds = {(event.relation, event.unit) for event in happened}
+    listed = _mechanisms(events)
+    if any(isinstance(event, Selection) for event in listed):
+        raise ValueError(
+            "the best of a random number of runs is among the events, and only Rényi divergences of it are known; "
+            "charge it to a ledger of its own"
+        )
+    _check_alike(listed)
+    happened = merged(_as_sampled(event) for event in listed if not isinstance(event, Selection))
+    return [replace(event, noise_multiplier=min(event.noise_multiplier, MOST_NOISE)) for event in happened]
+
+
+def _check_alike(events: Iterable[Event]) -> None:
+    """Raises ValueError where the events are about different neighbours."""
+    kinds = {(event.relation, event.unit) for event in merged(events)}
     if len(kinds) > 1:
         listed = ", ".join(f"{relation} of one {unit}" for relation, unit in sorted(kinds))
         raise ValueError(
             f"events must be about the same neighbours to add up to one guarantee; got {listed}. Report them "
             "separately, or charge runs that are to be added up with the same neighboring and unit of privacy"
         )
-    return [replace(event, noise_multiplier=min(event.noise_multiplier, MOST_NOISE)) for event in happened]
 
 
 def accountants_for(event: Event) -> tuple[str, ...]:
-    """The accountants that have a bound for ``event``: "pld" always, "rdp" for some kinds of sampling."""
+    """The accountants that have a bound for ``event``: "pld" for all but selections, "rdp" for some samplings."""
+    if isinstance(event, Selection):
+        return ("rdp",)
     sampled = _as_sampled(event)
     fixed = isinstance(sampled, FixedSizeGaussian)
     return ACCOUNTANTS if fixed or sampled.relation == "add_or_remove_one" else ("pld",)
 
 
-def _as_sampled(event: Event) -> SampledRelease:
+def _as_sampled(event: SampledRelease | JointGaussian) -> SampledRelease:
     once = event.together if isinstance(event, JointGaussian) else event
     return once.turns if isinstance(once, CyclicPoissonGaussian) else once
 
@@ -331,16 +364,30 @@ def guarantee(events: Sequence[Event], *, delta: float, accountant: str = "pld")
         ValueError, TypeError: as `epsilon_of`.
     """
     spent = epsilon_of(events, delta=delta, accountant=accountant)
-    figures = f"epsilon {spent:.4g} ({accountant.upper()}) at delta {delta:g}"
+    figures = f"epsilon {spent:.4g} ({used_for(events, accountant).upper()}) at delta {delta:g}"
     happened = merged(events)
     if not happened:
         return f"{figures}: nothing was released"
-    steps = "; ".join(f"{event.count:,} steps over {samples(event)}" for event in happened)
-    return f"{figures}, after {steps}. {neighbours(happened[0])}"
+    return f"{figures}, after {'; '.join(map(steps, happened))}. {neighbours(happened[0])}"
+
+
+def steps(event: Event) -> str:
+    """Words for what happened how often: "20 steps over Poisson samples at rate 0.01 with noise multiplier 1"."""
+    if isinstance(event, Selection):
+        times = "" if event.count == 1 else f"{event.count:,} times "
+        return f"{times}{samples(event)}"
+    return f"{event.count:,} step{'s' if event.count != 1 else ''} over {samples(event)}"
 
 
 def samples(event: Event) -> str:
     """Words for the sampling and noise of ``event``: "Poisson samples at rate 0.01 with noise multiplier 1"."""
+    if isinstance(event, Selection):
+        drawn = event.distribution
+        law = (
+            f"{drawn} distribution" if isinstance(drawn, str) else f"negative binomial distribution of shape {drawn:g}"
+        )
+        runs = " and ".join(map(steps, event.events))
+        return f"the best of a random number of runs ({law} of mean {event.expected_runs:g}), each of {runs}"
     once = event.events[0] if isinstance(event, JointGaussian) else event
     cap = f"{once.max_batch_size:,}" if isinstance(once, TruncatedGaussian) else ""
     cyclic = once if isinstance(once, CyclicPoissonGaussian) else None

@@ -30,6 +30,7 @@ COMMANDS = {
     "explain": ("check", "the plan for a model, layer by layer: which rule, and why"),
     "bench": ("bench", "step times on this machine, beside non-private training and the naive loop"),
     "audit": ("audit", "an empirical lower bound on epsilon, beside the claimed one"),
+    "tune": ("tune", "the best of a random number of private trainings, charged once for all of them"),
     "ledger": ("spending", "what runs spent by a ledger, and whether it is whole"),
 }
 # {package: the extra it comes with}

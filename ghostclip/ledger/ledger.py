@@ -54,17 +54,18 @@ class Ledger:
         self.path = Path(os.path.abspath(path))
         self.block = positive_int(block=block)
 
-    def account(self, noise: str = "standard", generator: str = "") -> Account:
+    def account(self, noise: str = "standard", generator: str = "", run: str = "") -> Account:
         """Opens an account, through which one run charges its steps.
 
         Args:
             noise: the run's noise mode, which is recorded: "standard", "hardened" or "test".
             generator: where its random numbers come from, in words, which is recorded, too.
+            run: a name that no other run has, under which a charge is found again; "": a random one.
 
         Raises:
             LedgerError: another process uses the file, or it is damaged, of another version, or can't be created.
         """
-        return Account(self, noise, generator)
+        return Account(self, noise, generator, run)
 
     @property
     def contents(self) -> Contents:
@@ -109,12 +110,12 @@ class Account:
     """The part of a ledger that one run charges its steps to; `Ledger.account` returns it.
 
     Attributes:
-        run: a random name of the run, which its records have.
+        run: the name of the run, which its records have.
     """
 
-    def __init__(self, ledger: Ledger, noise: str, generator: str) -> None:
+    def __init__(self, ledger: Ledger, noise: str, generator: str, run: str = "") -> None:
         self._path, self._block, self._noise = ledger.path, ledger.block, (noise, generator)
-        self._journal, self.run = in_turn(joined)(ledger.path)
+        self._journal, self.run = in_turn(joined)(ledger.path, run)
         # When a run is forgotten rather than closed, or the process ends.
         self._forgotten = weakref.finalize(self, give_up, self._journal, self.run)
 

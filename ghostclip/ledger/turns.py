@@ -52,13 +52,15 @@ def in_turn(function: Callable[P, T]) -> Callable[P, T]:
     return alone
 
 
-def joined(path: Path) -> tuple[Journal, str]:
+def joined(path: Path, run: str = "") -> tuple[Journal, str]:
     """The journal of a file, which is made where it isn't there, and the name of a new run in it. Only `in_turn`.
+
+    ``run`` is that name; "" for a random one.
 
     Raises:
         LedgerError: the file is in use by another process, damaged, of another version, or can't be made or written.
     """
-    run = token_hex(6)
+    run = run or token_hex(6)
     for _ in range(3):
         if (journal := found(path)) is None:
             if (file := files.locked(path)) is None:

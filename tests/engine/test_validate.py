@@ -17,6 +17,7 @@ BEYOND = [math.nan, math.inf, -math.inf]
     [
         (validate.positive, [1, 0.5, np.float32(2), 1e300], [0, -1.0, *BEYOND]),
         (validate.nonnegative, [0, 0.0, 3], [-1e-9, *BEYOND]),
+        (validate.at_least_one, [1, 1.5, np.int64(3)], [0.999, 0, -1, *BEYOND]),
         (validate.fraction, [1, 1e-9, 0.5], [0, 1.0000001, -0.5, *BEYOND]),
         (validate.open_fraction, [1e-300, 0.999], [0, 1, -1, 2, *BEYOND]),
         (validate.whole, [0, 7, 2.0, np.int64(3), 10**20], [-1, 1.5, *BEYOND]),

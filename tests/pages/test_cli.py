@@ -90,7 +90,10 @@ def test_calibrated_noise_keeps_the_target_as_printed(capsys):
     ("arguments", "expected"),
     [
         (["trian"], "invalid choice: 'trian'; did you mean 'train'? (see ghostclip --help)"),
-        (["xyz"], "invalid choice: 'xyz'; choose from train, epsilon, calibrate, check, explain, bench, audit, ledger"),
+        (
+            ["xyz"],
+            "invalid choice: 'xyz'; choose from train, epsilon, calibrate, check, explain, bench, audit, tune",
+        ),
         (["train", "--model", "cnm"], "--model: invalid choice: 'cnm'; did you mean 'cnn'?"),
         (["epsilon"], "required: --noise-multiplier (see ghostclip epsilon --help)"),
         (["epsilon", "--noise-multiplier", "x"], "invalid float value: 'x'"),

@@ -26,7 +26,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("events",),
     {"noise", "sampling", "accounting", "ledger", "checkpoint", "optim", "traces", "self_check"},
     ("engine",),
-    {"datasets", "models"},
+    {"datasets", "models", "selection"},
     {"audit", "report", "bench", "integrations"},
     ("compat",),
     ("public",),

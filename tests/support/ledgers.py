@@ -14,6 +14,7 @@ from ghostclip.events import (
     FixedSizeGaussian,
     JointGaussian,
     SampledGaussian,
+    Selection,
     TruncatedGaussian,
 )
 from ghostclip.ledger import Account, Ledger
@@ -29,6 +30,8 @@ KINDS: list[Event] = [
     CyclicPoissonGaussian(0.08, 1.0, 9, separation=8, mechanism="a1", correlation="BandedToeplitz(bands=8)"),
     CyclicGaussian(1.0, 1.0, 9, separation=4, mechanism="b2", sensitivity=1.5),
     JointGaussian((EVENT, replace(EVENT, noise_multiplier=3.0)), 4),
+    Selection((replace(EVENT, count=7),), 10.0, "poisson", 2),
+    Selection((EVENT, replace(EVENT, noise_multiplier=3.0)), 2.5, 0.5),
 ]
 
 
@@ -67,6 +70,6 @@ def in_child(work: Callable[[], None]) -> int:
 
 def some_records(path: Path) -> bytes:
     """A ledger of a few runs, some of which returned part of their blocks."""
-    for noise, event, steps in (("standard", EVENT, 5), ("hardened", KINDS[-1], 3), ("standard", EVENT, 4)):
+    for noise, event, steps in (("standard", EVENT, 5), ("hardened", KINDS[6], 3), ("standard", EVENT, 4)):
         charged(Ledger(path, block=4).account(noise), steps, replace(event, count=1)).close()
     return path.read_bytes()

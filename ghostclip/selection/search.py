@@ -1,0 +1,167 @@
+"""select: draws a number of runs and their settings, charges them once, runs them and returns the best."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ghostclip import accounting
+from ghostclip.events import Event, SampledGaussian, Selection
+from ghostclip.ledger import Ledger
+from ghostclip.selection.draws import draw_runs, draw_settings
+from ghostclip.selection.kept import KeptRuns, Runs, folder_of
+from ghostclip.selection.scores import NoisyScore
+from ghostclip.validate import open_fraction, positive, positive_int
+
+__all__ = ["Best", "select"]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best run of a search. Its settings and result may be published; nothing of the other runs may be.
+
+    Attributes:
+        settings: the candidate it was trained by.
+        result: what ``train`` returned.
+        score: of the result, with its noise where the score is a `NoisyScore`.
+        delta: of the guarantee.
+        events: what was charged, with everything else in the ledger.
+    """
+
+    settings: Any
+    result: Any
+    score: float
+    delta: float
+    events: tuple[Event, ...]
+    _search: Selection
+
+    @property
+    def epsilon(self) -> float:
+        """Of all that was charged, at ``delta``."""
+        return accounting.epsilon_of(self.events, delta=self.delta)
+
+    @property
+    def epsilon_added_up(self) -> float:
+        """What the expected number of runs, rounded up, would spend if each one were released, at ``delta`` by PLD.
+
+        The number that was drawn is no part of it: it may not be published.
+        """
+        runs = math.ceil(self._search.expected_runs)
+        each = [replace(event, count=runs * event.count) for event in self._search.events]
+        return accounting.epsilon_of(each, delta=self.delta)
+
+    def guarantee(self) -> str:
+        """The guarantee in words: epsilon, delta, the distribution of the number of runs, and what one run was."""
+        return accounting.guarantee(self.events, delta=self.delta)
+
+
+def select(
+    train: Callable[[Any], Any],
+    candidates: Sequence[Any],
+    *,
+    expected_runs: float,
+    score: Callable[[Any], float],
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    ledger: str | os.PathLike[str] | Ledger | None = None,
+    distribution: str | float = "poisson",
+) -> Best | None:
+    """The best of a random number of private trainings, charged once for all of them.
+
+    The number of runs is drawn, and for each run a candidate, uniformly; then the search is charged, then the runs take
+    place (Papernot and Steinke 2022, "Hyperparameter tuning with Rényi differential privacy", algorithm 1). The
+    guarantee is for the best run's settings and result. The number of runs, other results, other scores, logs and the
+    time that the search took are confidential.
+
+    Args:
+        train: settings -> result: one private training of ``steps`` steps with this noise and rate, and no ledger of
+            its own. It releases nothing else, and uses fresh noise each time it is called.
+        candidates: settings, at least one; chosen without the data.
+        expected_runs: mean of the number of runs; finite, >= 1.
+        score: result -> float, larger is better: a function of the result and of public data alone, or a `NoisyScore`.
+        noise_multiplier, sample_rate, steps: of each run, Poisson sampling, data sets that differ by one example.
+        delta: of the guarantee.
+        ledger: the file (or `ghostclip.ledger.Ledger`) that the search is charged to. Beside it, in the folder
+            ``<ledger>.search``, the runs are kept until the search ends. An interrupted search goes on from there when
+            ``select`` is called again, with the same number of runs; a run that was cut short starts again. Results of
+            numbers, strings, tensors (brought to the CPU) and lists, tuples and dicts of them are kept, others trained
+            again. None: no ledger, and an interrupted search is lost.
+        distribution: of the number of runs, as for `accounting.selection_epsilon`.
+
+    Returns:
+        The best run; the first one of equal scores. None where no run was drawn, which Poisson's distribution does with
+        probability exp(-expected_runs). That is charged as well.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range.
+        LedgerError: the ledger is in use or damaged.
+        PrivacyError: the unfinished search beside the ledger is of other arguments.
+    """
+    candidates = _checked(train, candidates, score)
+    positive(noise_multiplier=noise_multiplier)
+    step = SampledGaussian(sample_rate, noise_multiplier, positive_int(steps=steps))
+    noisy = [SampledGaussian(1.0, score.noise_multiplier)] if isinstance(score, NoisyScore) else []
+    event = Selection((step, *noisy), expected_runs, distribution)
+    delta, draw = open_fraction(delta=delta), partial(_drawn, event, len(candidates))
+    if ledger is None:
+        runs = _finished(Runs.drawn(draw()), train, candidates, score, None)
+        charged: list[Event] = [event]
+    else:
+        book = Ledger(ledger.path if isinstance(ledger, Ledger) else ledger, block=1)
+        kept = KeptRuns(folder_of(book), event, len(candidates))
+        with closing(book.account()):  # which keeps other processes from the ledger and its search
+            accounting.epsilon_of([*book.events, event], delta=delta)  # raises where they don't add up
+            runs = kept.begin(draw)
+            _charge(book, runs.name, event)
+            _finished(runs, train, candidates, score, kept)
+            charged = book.events
+            kept.end()
+    if runs.best is None:
+        return None
+    return Best(candidates[runs.best], runs.result, runs.score, delta, tuple(charged), event)
+
+
+def _checked(train: Any, candidates: Any, score: Any) -> list[Any]:
+    """The candidates, in a list. Raises TypeError or ValueError for arguments of no use."""
+    for name, function in (("train", train), ("score", score)):
+        if not callable(function):
+            raise TypeError(f"{name} must be callable; got {function!r}")
+    candidates = list(candidates)
+    if not candidates:
+        raise ValueError("candidates must be a sequence of at least one setting; got none")
+    return candidates
+
+
+def _drawn(event: Selection, candidates: int) -> list[int]:
+    """The number of each run's candidate."""
+    return draw_settings(draw_runs(event.expected_runs, event.distribution), candidates)
+
+
+def _charge(ledger: Ledger, name: str, event: Selection) -> None:
+    """Charges the search under its name, unless that was done before an interruption."""
+    with closing(ledger.account(run=name)) as account:
+        if event not in account.runs.get(name, ()):
+            account.charge(event)
+
+
+def _finished(
+    runs: Runs,
+    train: Callable[[Any], Any],
+    candidates: Sequence[Any],
+    score: Callable[[Any], float],
+    kept: KeptRuns | None,
+) -> Runs:
+    """The same object, after the runs that were left."""
+    for number in runs.settings[runs.done :]:
+        result = train(candidates[number])
+        runs.add(result, float(score(result)))
+        if kept is not None:
+            kept.keep(runs)
+    return runs

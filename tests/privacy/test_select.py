@@ -1,0 +1,296 @@
+"""select: runs are drawn before any takes place, charged once before the first, and no interruption changes that."""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ledgers import in_child
+from scipy import stats
+
+import ghostclip
+from ghostclip import accounting, checkpoint
+from ghostclip.errors import LedgerError, PrivacyError
+from ghostclip.events import SampledGaussian, Selection
+from ghostclip.ledger import Ledger
+from ghostclip.selection import NoisyScore, draws, search
+from ghostclip.selection.kept import folder_of
+
+SETTING: dict[str, Any] = {"noise_multiplier": 1.3, "sample_rate": 0.05, "steps": 100, "delta": 1e-5}
+EVENT = Selection((SampledGaussian(0.05, 1.3, 100),), 4)
+CANDIDATES = ["a", "b", "c"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "search.ledger"
+
+
+@pytest.fixture
+def five(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Draws five runs, and notes each draw."""
+    drawn: list[float] = []
+    monkeypatch.setattr(search, "draw_runs", lambda mean, law: (drawn.append(mean), 5)[1])
+    return drawn
+
+
+class Trainings:
+    """Counts runs; each one's result is its number, and its score is by a rule."""
+
+    def __init__(self, score: Callable[[int], float] = float, fail_at: int | None = None) -> None:
+        self.settings: list[str] = []
+        self.by, self.fail_at = score, fail_at
+        self.before: Callable[[], None] = lambda: None
+
+    def train(self, settings: str) -> dict[str, Any]:
+        self.before()
+        if len(self.settings) == self.fail_at:
+            self.fail_at = None
+            raise KeyboardInterrupt
+        self.settings.append(settings)
+        return {"run": len(self.settings), "weight": torch.tensor([float(len(self.settings))])}
+
+    def score(self, result: dict[str, Any]) -> float:
+        return self.by(result["run"])
+
+    def select(self, path: Path | None, **changes: Any) -> Any:
+        options = {**SETTING, "expected_runs": 4, "score": self.score, "ledger": path, **changes}
+        return ghostclip.select(self.train, CANDIDATES, **options)
+
+
+def charges(path: Path) -> int:
+    return len(Ledger(path).contents.charges)
+
+
+@pytest.mark.usefixtures("five")
+def test_the_best_run_is_returned_and_all_are_charged_once(path: Path) -> None:
+    runs = Trainings(lambda run: -abs(run - 3))
+    best = runs.select(path)
+    assert len(runs.settings) == 5
+    assert (best.result["run"], best.score, best.settings) == (3, 0.0, runs.settings[2])
+    assert Ledger(path).events == [EVENT] == list(best.events)
+    spent = accounting.selection_epsilon(**SETTING, expected_runs=4)
+    assert best.epsilon == spent
+    assert best.epsilon_added_up == accounting.epsilon(**{**SETTING, "steps": 400})
+    assert f"epsilon {spent:.4g} (RDP)" in best.guarantee()
+    assert not folder_of(Ledger(path)).exists()
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.usefixtures("five")
+def test_a_ledger_counts_what_else_is_in_it(path: Path) -> None:
+    ghostclip.ledger.Ledger(path, block=1).account().charge(SampledGaussian(0.05, 2.0))
+    best = Trainings().select(Ledger(path))
+    assert best.epsilon == accounting.epsilon_of([EVENT, SampledGaussian(0.05, 2.0)], delta=1e-5)
+    assert Trainings().select(path).epsilon > best.epsilon  # another search
+    assert charges(path) == 3
+
+
+@pytest.mark.usefixtures("five")
+def test_the_charge_and_all_settings_are_on_the_disk_before_the_first_run(path: Path) -> None:
+    runs, seen = Trainings(), []
+    runs.before = lambda: seen.append((charges(path), checkpoint.load(folder_of(Ledger(path))).private["runs"]))
+    runs.select(path)
+    assert {count for count, _ in seen} == {1}
+    drawn = seen[0][1]["settings"]
+    assert [CANDIDATES[number] for number in drawn] == runs.settings
+    assert all(state["settings"] == drawn for _, state in seen)
+    assert [state["done"] for _, state in seen] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("score", [float, lambda run: -float(run), lambda run: math.inf, lambda run: math.nan])
+def test_no_score_changes_the_number_of_runs(score: Callable[[int], float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over 40 searches; K is drawn 40 times, and is how often training took place."""
+    real, drawn = draws.draw_runs, []
+    monkeypatch.setattr(search, "draw_runs", lambda *law: (drawn.append(real(*law)), drawn[-1])[1])
+    for _ in range(40):
+        runs, before = Trainings(score), len(drawn)
+        best = runs.select(None)
+        assert drawn[before:] == [len(runs.settings)]
+        assert (best is None) == (len(runs.settings) == 0)
+    assert len(set(drawn)) > 3
+
+
+@pytest.mark.parametrize(
+    ("scores", "first"), [([1, 3, 3, 2, 3], 2), ([math.nan] * 5, 1), ([math.nan, -1e9, 0, 0, math.nan], 3)]
+)
+@pytest.mark.usefixtures("five")
+def test_the_first_of_equal_scores_stays_and_no_number_is_below_all(scores: list[float], first: int) -> None:
+    assert Trainings(lambda run: scores[run - 1]).select(None).result["run"] == first
+
+
+@pytest.mark.parametrize("fail_at", range(5))
+def test_an_interrupted_search_goes_on_with_the_same_runs(fail_at: int, path: Path, five: list[float]) -> None:
+    runs = Trainings(lambda run: -run, fail_at)
+    with pytest.raises(KeyboardInterrupt):
+        runs.select(path)
+    drawn = checkpoint.load(folder_of(Ledger(path))).private["runs"]["settings"]
+    best = runs.select(path)
+    assert [CANDIDATES[number] for number in drawn] == runs.settings  # none twice, none left out
+    assert (best.result["run"], float(best.result["weight"])) == (1, 1.0)
+    assert (len(five), charges(path)) == (1, 1)
+
+
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_a_killed_search_goes_on_with_the_same_runs(at: int, path: Path) -> None:
+    def killed() -> None:
+        search.draw_runs = lambda *_: 5  # type: ignore[assignment]
+        runs = Trainings(fail_at=None)
+        runs.before = lambda: os._exit(7) if len(runs.settings) == at else None  # type: ignore[assignment]
+        runs.select(path)
+
+    assert in_child(killed) == 7
+    assert charges(path) == 1
+    rest = Trainings()
+    rest.select(path)
+    assert (len(rest.settings), charges(path)) == (5 - at, 1)
+
+
+def test_a_search_that_could_not_be_charged_runs_nothing_and_is_not_drawn_again(
+    path: Path, five: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Trainings()
+    with monkeypatch.context() as patched:
+        patched.setattr(search, "_charge", lambda *_: (_ for _ in ()).throw(LedgerError("no disk")))
+        with pytest.raises(LedgerError, match="no disk"):
+            runs.select(path)
+    assert (runs.settings, charges(path)) == ([], 0)
+    assert runs.select(path) is not None
+    assert (len(runs.settings), len(five), charges(path)) == (5, 1, 1)
+
+
+def test_results_that_cannot_be_kept_are_made_again(path: Path, five: list[float], caplog: Any) -> None:
+    """A model; its number of runs is the same, and the log says so once."""
+    runs: list[str] = []
+
+    def train(settings: str) -> torch.nn.Module:
+        runs.append(settings)
+        if len(runs) == 3:
+            raise KeyboardInterrupt
+        return torch.nn.Linear(1, 1)
+
+    options = {**SETTING, "expected_runs": 4, "score": lambda model: 0.0, "ledger": path}
+    with pytest.raises(KeyboardInterrupt):
+        ghostclip.select(train, CANDIDATES, **options)
+    assert [record.getMessage() for record in caplog.records if "are repeated if" in record.getMessage()] != []
+    assert isinstance(ghostclip.select(train, CANDIDATES, **options).result, torch.nn.Linear)
+    assert runs[:2] == runs[3:5]
+    assert (len(runs), len(five), charges(path)) == (3 + 5, 1, 1)
+
+
+@pytest.mark.usefixtures("five")
+def test_an_unfinished_search_of_other_arguments_is_refused(path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Trainings(fail_at=1).select(path)
+    for changes in ({"expected_runs": 5}, {"noise_multiplier": 2.0}, {"distribution": "geometric"}):
+        with pytest.raises(PrivacyError, match="unfinished search with other arguments"):
+            Trainings().select(path, **changes)
+    assert charges(path) == 1
+
+
+def test_no_run_is_an_outcome_and_is_charged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "draw_runs", lambda *_: 0)
+    assert Trainings().select(path) is None
+    assert Ledger(path).events == [EVENT]
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_ledger_about_other_neighbours_is_refused_before_the_draw(path: Path, five: list[float]) -> None:
+    Ledger(path, block=1).account().charge(SampledGaussian(0.5, 1.0, relation="replace_one"))
+    with pytest.raises(ValueError, match="the same neighbours"):
+        Trainings().select(path)
+    assert (five, charges(path), os.listdir(path.parent)) == ([], 1, [path.name])
+
+
+@pytest.mark.usefixtures("five")
+def test_a_ledger_in_use_is_refused(path: Path) -> None:
+    def refused() -> None:
+        with pytest.raises(LedgerError, match="in use by another process"):
+            Trainings().select(path)
+
+    account = Ledger(path).account()
+    assert in_child(refused) == 0
+    account.close()
+
+
+LAWS = [("poisson", 3.0), ("geometric", 3.0), ("logarithmic", 3.0), (0.5, 3.0), (4.0, 6.0), ("geometric", 1.0)]
+
+
+@pytest.mark.parametrize(("distribution", "mean"), LAWS)
+def test_the_number_of_runs_has_its_distribution(distribution: str | float, mean: float) -> None:
+    """Chi-square of 4,000 draws against scipy's distributions, at a chance of 1e-6 to fail."""
+    if distribution == "poisson":
+        law: Any = stats.poisson(mean).pmf
+    elif mean == 1.0:
+        law = lambda k: np.where(k == 1, 1.0, 0.0)  # noqa: E731
+    elif distribution == "logarithmic":
+        law = stats.logser(1 - accounting.success_probability(mean, 0.0)).pmf
+    else:
+        shape = 1.0 if distribution == "geometric" else float(distribution)
+        whole = stats.nbinom(shape, accounting.success_probability(mean, shape))
+        law = lambda k: np.where(k > 0, whole.pmf(k), 0.0) / whole.sf(0)  # noqa: E731
+    found = Counter(min(draws.draw_runs(mean, distribution), 9) for _ in range(4000))
+    expected = 4000 * np.append(law(np.arange(9)), 1 - law(np.arange(9)).sum())
+    seen = np.array([found[count] for count in range(10)], dtype=float)
+    assert seen[expected < 1e-6].sum() == 0
+    kept = expected >= 1e-6
+    statistic = ((seen - expected)[kept] ** 2 / expected[kept]).sum()
+    assert statistic < stats.chi2.isf(1e-6, max(1, kept.sum() - 1))
+
+
+def test_settings_are_uniform() -> None:
+    found = Counter(draws.draw_settings(6000, 3))
+    assert all(abs(found[number] - 2000) < 5 * math.sqrt(6000 * 2 / 9) for number in range(3))
+
+
+@pytest.mark.usefixtures("five")
+def test_a_score_on_private_data_gets_noise_that_every_run_is_charged_for(path: Path) -> None:
+    runs = Trainings()
+    best = runs.select(path, score=NoisyScore(runs.score, 20.0))
+    assert Ledger(path).events == [Selection((SampledGaussian(0.05, 1.3, 100), SampledGaussian(1.0, 20.0)), 4)]
+    assert best.score != best.result["run"]
+    assert best.epsilon > accounting.selection_epsilon(**SETTING, expected_runs=4)
+
+
+def test_the_noise_of_a_score_has_its_standard_deviation() -> None:
+    """2,000 draws: a relative standard error of 1.6%; five of them."""
+    score = NoisyScore(lambda result: result, 3.0, sensitivity=0.5)
+    found = np.array([score(10.0) for _ in range(2000)])
+    assert found.std() == pytest.approx(1.5, rel=0.08)
+    assert found.mean() == pytest.approx(10.0, abs=5 * 1.5 / math.sqrt(2000))
+    assert math.isfinite(score(math.nan))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"train": 3}, TypeError, "train must be callable; got 3"),
+        ({"score": None}, TypeError, "score must be callable; got None"),
+        ({"candidates": []}, ValueError, "at least one setting; got none"),
+        ({"expected_runs": 0}, ValueError, "expected_runs"),
+        ({"distribution": "binomial"}, ValueError, "distribution"),
+        ({"noise_multiplier": 0.0}, ValueError, "noise_multiplier"),
+        ({"sample_rate": 0.0}, ValueError, "sample_rate"),
+        ({"steps": 0}, ValueError, "steps"),
+        ({"delta": 1.0}, ValueError, "delta"),
+    ],
+)
+def test_arguments_out_of_range_are_named(
+    changes: dict[str, Any], error: type[Exception], message: str, path: Path
+) -> None:
+    runs = Trainings()
+    arguments = {"train": runs.train, "candidates": CANDIDATES, "expected_runs": 4, "score": runs.score, **SETTING}
+    with pytest.raises(error, match=message):
+        ghostclip.select(**{**arguments, "ledger": path, **changes})
+    assert (runs.settings, path.exists()) == ([], False)
+
+
+@pytest.mark.parametrize("changes", [{"noise_multiplier": 0.0}, {"sensitivity": -1.0}, {"noise_multiplier": math.inf}])
+def test_a_score_s_arguments_out_of_range_are_named(changes: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        NoisyScore(float, **{"noise_multiplier": 1.0, **changes})

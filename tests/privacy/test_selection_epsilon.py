@@ -1,0 +1,188 @@
+"""Epsilon of the best of a random number of runs: dp-accounting's, the paper's formulas, and the exact divergence."""
+
+import math
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import rdp
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from scipy import integrate, stats
+
+from ghostclip import accounting
+from ghostclip.events import FixedSizeGaussian, JointGaussian, SampledGaussian, Selection
+
+SETTING: dict[str, Any] = {"noise_multiplier": 1.3, "sample_rate": 0.05, "steps": 100, "delta": 1e-5}
+SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0, 0.5: 0.5, 3.0: 3.0}
+
+
+@pytest.mark.parametrize("distribution", SHAPES)
+@pytest.mark.parametrize("runs", [1, 10, 37.5])
+def test_it_equals_dp_accounting_called_directly(runs: float, distribution: str | float) -> None:
+    sampled = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(1.3))
+    event = RepeatAndSelectDpEvent(dp_accounting.SelfComposedDpEvent(sampled, 100), runs, SHAPES[distribution])
+    expected = rdp.RdpAccountant().compose(event).get_epsilon(1e-5)
+    found = accounting.selection_epsilon(**SETTING, expected_runs=runs, distribution=distribution)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def by_the_paper(sigma: float, mean: float, shape: float, delta: float) -> float:
+    """Theorems 2 and 6 of Papernot and Steinke 2022 for one full-batch Gaussian release, of RDP order / (2 sigma^2).
+
+    The best order on a fine grid; delta from epsilon and back by their proposition 3 (Canonne et al. 2020).
+    """
+    orders = np.concatenate([np.linspace(1.02, 12, 2000), np.linspace(12, 600, 4000)])
+    divergences = orders / (2 * sigma**2)
+    if math.isinf(shape):
+        epsilons = np.log1p(1 / (orders - 1))
+        log_deltas = (orders - 1) * (divergences - epsilons[:, None] + np.log1p(-1 / orders)) - np.log(orders)
+        total = divergences + mean * np.exp(log_deltas.min(1)) + math.log(mean) / (orders - 1)
+    else:
+        gamma = accounting.success_probability(mean, shape)
+        constant = (1 + shape) * ((1 - 1 / orders) * divergences - math.log(gamma) / orders).min()
+        total = divergences + math.log(mean) / (orders - 1) + constant
+    return float((total + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1)).min())
+
+
+@pytest.mark.parametrize("distribution", SHAPES)
+@pytest.mark.parametrize("sigma", [1.5, 4.0])
+def test_full_batches_by_the_formulas_of_the_paper(sigma: float, distribution: str | float) -> None:
+    """dp-accounting looks at fewer orders, so its bound may be a little larger."""
+    setting: dict[str, Any] = {"noise_multiplier": sigma, "sample_rate": 1.0, "steps": 1, "delta": 1e-6}
+    found = accounting.selection_epsilon(**setting, expected_runs=8, distribution=distribution)
+    expected = by_the_paper(sigma, 8, SHAPES[distribution], 1e-6)
+    assert expected - 1e-3 <= found <= 1.02 * expected
+
+
+def exact_delta(epsilon: float, sigma: float, mean: float, distribution: str) -> float:
+    """The larger hockey-stick divergence of the best of K draws from N(0, sigma^2) and from N(1, sigma^2).
+
+    The largest of K draws has the density G'(F(x)) f(x), with G the generating function of K; that of none is G(0).
+    """
+    gamma = 1 / mean
+    if distribution == "poisson":
+        slope, none = (lambda f: mean * np.exp(-mean * (1 - f))), math.exp(-mean)
+    else:
+        slope, none = (lambda f: gamma / (1 - (1 - gamma) * f) ** 2), 0.0
+    x = np.linspace(-12 * sigma, 12 * sigma + 1, 400_001)
+    first, second = (slope(stats.norm.cdf(x, at, sigma)) * stats.norm.pdf(x, at, sigma) for at in (0.0, 1.0))
+    for density in (first, second):
+        assert integrate.trapezoid(density, x) + none == pytest.approx(1.0, abs=1e-9)
+    scale = math.exp(epsilon)
+    both = (np.clip(one - scale * other, 0, None) for one, other in ((first, second), (second, first)))
+    return max(float(integrate.trapezoid(part, x)) for part in both)
+
+
+@pytest.mark.parametrize("distribution", ["poisson", "geometric"])
+@pytest.mark.parametrize(("sigma", "mean"), [(2.0, 1.0), (2.0, 10.0), (1.0, 10.0), (4.0, 100.0)])
+def test_the_exact_divergence_of_a_search_is_within_it(sigma: float, mean: float, distribution: str) -> None:
+    """The largest of Gaussian draws is a search whose score is its result; one run's own epsilon doesn't cover it."""
+    setting: dict[str, Any] = {"noise_multiplier": sigma, "sample_rate": 1.0, "steps": 1, "delta": 1e-4}
+    found = accounting.selection_epsilon(**setting, expected_runs=mean, distribution=distribution)
+    assert exact_delta(found, sigma, mean, distribution) <= 1e-4
+    if mean > 1:
+        assert exact_delta(accounting.epsilon(**setting), sigma, mean, distribution) > 1e-4
+
+
+def test_it_grows_with_the_runs_and_stays_below_their_sum() -> None:
+    found = [accounting.selection_epsilon(**SETTING, expected_runs=runs) for runs in (2, 5, 20)]
+    assert accounting.epsilon(**SETTING) < found[0] < found[1] < found[2]
+    assert found[2] < accounting.epsilon(**{**SETTING, "steps": 2_000})
+
+
+def test_the_logarithmic_distribution_is_the_limit_of_small_shapes() -> None:
+    limit, near = (
+        accounting.selection_epsilon(**SETTING, expected_runs=10, distribution=each) for each in ("logarithmic", 1e-7)
+    )
+    assert near == pytest.approx(limit, rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [0.0, 1e-6, 0.5, 1.0, 3.0, 50.0])
+@pytest.mark.parametrize("mean", [1.0, 1.0001, 2.0, 10.0, 1e4])
+def test_the_success_probability_gives_the_mean_back(mean: float, shape: float) -> None:
+    """By sums over the distribution itself, scipy's where it has it."""
+    gamma = accounting.success_probability(mean, shape)
+    if mean == 1.0:
+        assert gamma == 1.0
+        return
+    if shape == 0.0:
+        back = stats.logser.mean(1 - gamma)
+    else:
+        back = stats.nbinom.mean(shape, gamma) / -math.expm1(shape * math.log(gamma))
+    assert back == pytest.approx(mean, rel=1e-6)
+
+
+EVENT = Selection((SampledGaussian(0.05, 1.3, 100),), 10)
+
+
+def test_a_selection_adds_up_with_steps_by_divergences() -> None:
+    steps = SampledGaussian(0.05, 2.0, 50)
+    inner = dp_accounting.SelfComposedDpEvent(
+        dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(1.3)), 100
+    )
+    accountant = rdp.RdpAccountant().compose(RepeatAndSelectDpEvent(inner, 10, math.inf), 2)
+    accountant.compose(dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(2.0)), 50)
+    events = [EVENT, steps, EVENT]
+    for name in accounting.ACCOUNTANTS:
+        found = accounting.epsilon_of(events, delta=1e-5, accountant=name)
+        assert found == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-12)
+    assert accounting.RunningEpsilon().epsilon(events, 1e-5) == pytest.approx(found, rel=1e-12)
+    assert accounting.affordable([EVENT], SampledGaussian(0.05, 2.0), max_epsilon=found, delta=1e-5) >= 50
+
+
+def test_a_risk_is_not_computed_from_what_is_left_without_the_selection() -> None:
+    with pytest.raises(ValueError, match="only Rényi divergences of it are known"):
+        accounting.risk_of([EVENT, SampledGaussian(0.05, 2.0, 50)], delta=1e-5)
+
+
+def test_the_words_of_a_selection() -> None:
+    words = accounting.guarantee([EVENT], delta=1e-5)
+    spent = accounting.selection_epsilon(**SETTING, expected_runs=10)
+    assert f"epsilon {spent:.4g} (RDP) at delta 1e-05, after the best of a random number of runs (poisson" in words
+    assert "of mean 10), each of 100 steps over Poisson samples at rate 0.05 with noise multiplier 1.3." in words
+
+
+def test_no_steps_cost_nothing_and_no_noise_protects_nothing() -> None:
+    assert accounting.selection_epsilon(**{**SETTING, "steps": 0}, expected_runs=10) == 0.0
+    nothing = Selection((SampledGaussian(0.05, 0.0, 100),), 10)
+    assert accounting.epsilon_of([nothing], delta=1e-5) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"expected_runs": 0.5}, ValueError, "expected_runs must be a finite number >= 1; got 0.5"),
+        ({"expected_runs": math.inf}, ValueError, "expected_runs"),
+        ({"expected_runs": "10"}, TypeError, "expected_runs"),
+        ({"distribution": "binomial"}, ValueError, "distribution must be one of 'poisson'"),
+        ({"distribution": 0.0}, ValueError, "distribution must be a finite number > 0; got 0.0"),
+        ({"distribution": math.inf}, ValueError, "distribution"),
+        ({"distribution": None}, TypeError, "distribution"),
+        ({"noise_multiplier": 0.0}, ValueError, "noise_multiplier"),
+        ({"sample_rate": 1.5}, ValueError, "sample_rate"),
+        ({"steps": -1}, ValueError, "steps"),
+        ({"delta": 0.0}, ValueError, "delta"),
+    ],
+)
+def test_arguments_out_of_range_are_named(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        accounting.selection_epsilon(**{**SETTING, "expected_runs": 10, **changes})
+
+
+@pytest.mark.parametrize(
+    "event",
+    [FixedSizeGaussian(0.5, 1.0), SampledGaussian(0.5, 1.0, relation="replace_one"),
+     JointGaussian((SampledGaussian(0.5, 1.0),))],
+)  # fmt: skip
+def test_runs_without_known_divergences_are_refused(event: Any) -> None:
+    with pytest.raises(ValueError, match="must be SampledGaussian about add_or_remove_one"):
+        Selection((event,), 10)
+    with pytest.raises(ValueError, match="the same unit"):
+        Selection((SampledGaussian(0.5, 1.0), SampledGaussian(0.5, 1.0, unit="user")), 10)
+
+
+def test_a_selection_beside_steps_that_only_pld_bounds_is_refused() -> None:
+    other = SampledGaussian(0.5, 1.0, relation="replace_one")
+    with pytest.raises(ValueError, match="the same neighbours"):
+        accounting.epsilon_of([EVENT, other], delta=1e-5)
