@@ -14,6 +14,7 @@ from typing import NoReturn
 from torch import nn
 
 from ghostclip import accounting
+from ghostclip.engine.before import is_of_a_step
 from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.terms import MOST, StepTerms, Terms
 from ghostclip.errors import BudgetExceededError, PrivacyError
@@ -63,7 +64,7 @@ class Spending:
         model: nn.Module,
     ) -> None:
         self._ranks, self._plan = ranks, plan
-        self._planned = _counted(plan.events)
+        self._planned, self._before = _counted(plan.events), _counted(plan.before.events.values())
         self._first = next(iter(self._planned))
         self._runs: defaultdict[str, Counter[Event]] = defaultdict(Counter)
         # What the leading rank said last: all that was spent; what by the model's runs.
@@ -71,6 +72,8 @@ class Spending:
         self._running = accounting.RunningEpsilon()
         # How many steps of its own the run may take; for which run, records of others and checkpoints that was found.
         self._limit, self._limit_for, self._added = 0, ("", self._first, -1, -1), 0
+        if ranks.size > 1:
+            ranks.check_alike({"what was released before": list(plan.before.events)}, "when engines are built")
         self._shared(partial(self._open, max_epsilon, ledger, noise, model))
         if not ranks.leads:
             self._open(max_epsilon, None, noise, model)
@@ -86,11 +89,15 @@ class Spending:
         if self.ledger is not None:
             self._account = self.ledger.account(noise.mode, noise.generator_for(model))
         self._start_run()
+        before = self._plan.before
         try:
-            self._check_alike(self.events)
+            self._check_alike([*self.events, *before.events.values()])
+            before.charge(self.ledger)
         except PrivacyError:
             self.close()
             raise
+        for name, event in before.events.items():
+            self._runs[name][event] = 1
 
     def _start_run(self) -> None:
         """A name that no other engine or process has, under which what is charged from now on is known."""
@@ -146,7 +153,7 @@ class Spending:
     @property
     def steps(self) -> int:
         """How many steps of the model's training were charged."""
-        return sum(spent.total() for spent in self.runs.values())
+        return sum(spent.total() for run, spent in self.runs.items() if is_of_a_step(run))
 
     def steps_of(self, mechanism: str, everyone: bool = False) -> int:
         """How many steps of a mechanism were charged by the model's runs, or by ``everyone`` in the ledger."""
@@ -244,7 +251,8 @@ class Spending:
         room = MOST if self._plan.planned_steps is None else max(0, self._plan.planned_steps - self._charged_in(spent))
         epsilon = self._epsilon_limit(event, spent)
         if epsilon is None and self._plan.target_epsilon is not None:
-            room = min(room, self._planned[within(event, "")] - _counted(spent)[within(event, "")])
+            steps = _counted(self._steps_in(spent))
+            room = min(room, self._planned[within(event, "")] - steps[within(event, "")])
         if epsilon is None or not room:
             return room
         # Most of what there was room for will still have some: one question instead of a dozen.
@@ -261,7 +269,7 @@ class Spending:
 
         Steps of two mechanisms may have more turns than as many steps of one.
         """
-        spent = list(spent)
+        spent = self._steps_in(spent)
         alone = len({mechanism_of(event) for event in spent} - {None}) <= 1
         planned = all(count <= self._planned[once] for once, count in _counted(spent).items())
         return alone and planned and delta >= self._plan.target_delta
@@ -272,7 +280,18 @@ class Spending:
             return self.steps
         if self._plan.target_epsilon is None:
             return self._plan.began + steps_of(self._plan.mechanism, {"all": {event: event.count for event in spent}})
-        return sum(count for event, count in _counted(spent).items() if event in self._planned)
+        steps = _counted(self._steps_in(spent))
+        return sum(count for event, count in steps.items() if event in self._planned)
+
+    def _steps_in(self, spent: Iterable[Event]) -> list[Event]:
+        """What was spent, without the releases before the training, which may be like steps."""
+        left, found = Counter(self._before), []
+        for event in spent:
+            once = replace(event, count=1)
+            taken = min(left[once], event.count)
+            left[once] -= taken
+            found.append(replace(event, count=event.count - taken))
+        return [event for event in found if event.count]
 
     def _refuse(self, event: Event, spent: list[Event]) -> NoReturn:
         plan, where = self._plan, "" if self.ledger is None else f" (all in the ledger {self.ledger.path} counts)"

@@ -15,6 +15,7 @@ from ghostclip import accounting
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import Schedule
 from ghostclip.engine.adaptation import policy_for
+from ghostclip.engine.before import Before
 from ghostclip.engine.budget import Spending
 from ghostclip.engine.correlation import refuse_with_correlation
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
@@ -35,6 +36,7 @@ from ghostclip.events import Event
 from ghostclip.ledger import Ledger
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.noise import Correlation, Noise, noise_source
+from ghostclip.noise.mean import PrivateMean
 from ghostclip.sampling import LogicalBatch, LogicalBatches
 from ghostclip.traces import StepTrace
 from ghostclip.validate import open_fraction, whole
@@ -97,6 +99,8 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         schedule: a `Schedule` of noise, thresholds and batch size over the steps; it replaces ``epochs``.
         correlation: of the noise over steps: a `ghostclip.noise.BandedToeplitz` or `BufferedToeplitz`, with
             ``sampling="cyclic_poisson"`` or "cyclic" and planned ``steps`` (or ``epochs``). None: independent noise.
+        before: what `ghostclip.private_mean` released: charged first, under its own name, and inside
+            ``target_epsilon``. Each ledger is charged once for it, and each engine counts it.
 
     Attributes:
         planned_steps: the most steps that may be taken; None without ``target_epsilon`` and ``correlation``.
@@ -127,7 +131,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         sampling: str = "poisson", neighboring: str = "add_or_remove_one", max_batch_size: int | None = None,
         unit_ids: Iterable[Hashable] | None = None, max_rows_per_unit: int | None = None,
         loss_scale: float | GradScaler = 1.0, memory_limit: int | None = None, process_group: Any = None,
-        schedule: Schedule | None = None, correlation: Correlation | None = None,
+        schedule: Schedule | None = None, correlation: Correlation | None = None, before: Iterable[PrivateMean] = (),
     ) -> None:  # fmt: skip
         check_optimizer(model, optimizer := unwrapped(optimizer))
         refuse_second_engine(optimizer)
@@ -143,8 +147,8 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         policy = policy_for(model, clipping)
         refuse_with_correlation(correlation, given | {"target_epsilon": target_epsilon}, policy, ranks, model)
         self._terms = terms = StepTerms(
-            schedule, loader, policy, noise_multiplier, target_epsilon, target_delta, (epochs, steps), source.private,
-            correlation,
+            schedule, loader, policy, noise_multiplier, target_epsilon, target_delta, (epochs, steps), correlation,
+            Before(before, source.private),
         )  # fmt: skip
         loader.follow(terms.scheme, terms.largest, lambda: self._snapshots.model_steps)
         scaling = LossScaling(loss_scale, optimizer)
@@ -279,8 +283,13 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
     def guarantee(self, delta: float | None = None, accountant: str = "pld") -> str:
         """The guarantee in words: epsilon, delta, sampling, noise, its generator, neighbouring data; see `epsilon`."""
         found = accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
-        source, bound = self._snapshots.noise.generator_for(self.model), accounting.risk_of(self.events)
-        return f"{found} Its noise comes from {source}. Membership attacks: {bound}." if self.steps_taken else found
+        found += self._terms.before.words()
+        if not self.steps_taken:
+            return found
+        found += f" Its noise comes from {self._snapshots.noise.generator_for(self.model)}."
+        if accounting.selections(self.events):
+            return found  # only Rényi divergences are known
+        return f"{found} Membership attacks: {accounting.risk_of(self.events)}."
 
     def risk(self, delta: float | None = None) -> accounting.Risk:
         """Bounds for attacks on one example's membership, by all that `epsilon` counts; its epsilon is at ``delta``."""

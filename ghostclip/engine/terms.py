@@ -10,6 +10,7 @@ from typing import Any
 from ghostclip import accounting
 from ghostclip.clipping import Schedule, Stage
 from ghostclip.engine.adaptation import step_event
+from ghostclip.engine.before import Before
 from ghostclip.engine.correlation import ChosenCorrelation, chosen_correlation
 from ghostclip.events import Event, within
 from ghostclip.noise import Correlation
@@ -52,7 +53,8 @@ class StepTerms:
             noise for the target by PLD.
         length: ``epochs`` and ``steps``, as for `PrivacyEngine`.
         correlation: as for `PrivacyEngine`; the loader gets as many groups as it has bands.
-        private: whether the noise is. Noise that can be foretold protects no one: it is charged as none.
+        before: what was released before, which the noise is calibrated with, and whether noise is private. Noise that
+            can be foretold protects no one: it is charged as none.
 
     Attributes:
         noise_multiplier: standard deviation of the noise over the sensitivity, which a schedule multiplies; 0: none.
@@ -71,8 +73,8 @@ class StepTerms:
 
     def __init__(
         self, schedule: Schedule | None, loader: LogicalBatches, policy: Any, noise_multiplier: float | None,
-        target_epsilon: float | None, target_delta: float, length: tuple[int | None, int | None], private: bool,
-        correlation: Correlation | None = None,
+        target_epsilon: float | None, target_delta: float, length: tuple[int | None, int | None],
+        correlation: Correlation | None, before: Before,
     ) -> None:  # fmt: skip
         if not isinstance(schedule, Schedule | None):
             raise TypeError(f"schedule must be a ghostclip.clipping.Schedule; got {schedule!r}")
@@ -83,7 +85,7 @@ class StepTerms:
             )
         self._given, self.correlation = schedule, None
         self._schedule = Schedule([Stage(1)]) if schedule is None else schedule
-        self._policy, self._steps_an_epoch, self._private = policy, len(loader), private
+        self._policy, self._steps_an_epoch, self.before = policy, len(loader), before
         self.target_delta = open_fraction(target_delta=target_delta)
         if correlation is not None:
             self.correlation = self._correlated(correlation, loader, length, target_epsilon)
@@ -115,7 +117,7 @@ class StepTerms:
         """From now on steps are of another mechanism, whose first step has the number ``began``; None: a new name."""
         self.began, self.mechanism = began, _new_name() if name is None else name
         noise = self.noise_multiplier
-        self.events = self._events(noise if self._private else 0.0)
+        self.events = self._events(noise if self.before.private else 0.0)
         self._terms = [
             Terms(noise * stage.noise_factor, scheme.batch_size, replace(event, count=1), stage.threshold_factor)
             for stage, scheme, event in zip(self._schedule.stages, self._schemes, self.events, strict=True)
@@ -153,8 +155,11 @@ class StepTerms:
             return
         self.planned_steps = self._planned(length)
         self.target_epsilon = positive(target_epsilon=target_epsilon)
+        self.before.check_target(self.target_epsilon, self.target_delta)
         self.noise_multiplier = accounting.noise_for(
-            self._events, target_epsilon=self.target_epsilon, delta=self.target_delta
+            lambda noise: [*self.before.planned, *self._events(noise)],
+            target_epsilon=self.target_epsilon,
+            delta=self.target_delta,
         )
 
     def _planned(self, length: tuple[int | None, int | None]) -> int:

@@ -16,8 +16,10 @@ from ghostclip.events import Event, JointGaussian, SampledGaussian
 from ghostclip.noise import noise_source
 from ghostclip.validate import nonnegative, positive
 
-__all__ = ["PrivateMean", "private_mean"]
+__all__ = ["PREFIX", "PrivateMean", "private_mean"]
 
+# Of names, by which these charges are told from those of steps.
+PREFIX = "before-"
 # Rows that are cut and summed at a time, in float64.
 CHUNK = 8192
 
@@ -100,7 +102,7 @@ def private_mean(
         variance=(means[1] - means[0].square()).clamp(min=0.0).to(kind) if len(means) > 1 else None,
         event=planned if source.private else _event([0.0] * len(stds), neighboring),
         planned=planned,
-        name=f"before-{secrets.token_hex(16)}",
+        name=f"{PREFIX}{secrets.token_hex(16)}",
         noise=source.mode,
         generator=source.generator_on(features.device),
     )
