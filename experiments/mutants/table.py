@@ -495,8 +495,8 @@ ENGINE = [
     Mutant(
         "a stage's noise factor is not charged",
         "ghostclip/engine/terms.py",
-        "            replace(step_event(scheme, self._policy, factor * noise_multiplier), count=count)\n",
-        "            replace(step_event(scheme, self._policy, noise_multiplier), count=count)\n",
+        "step_event(scheme, self._policy, factor * noise_multiplier), self.mechanism",
+        "step_event(scheme, self._policy, noise_multiplier), self.mechanism",
         ("tests/engine/test_schedule.py",),
     ),
     Mutant(
@@ -523,8 +523,8 @@ ENGINE = [
     Mutant(
         "steps of a stage that are taken again are refused",
         "ghostclip/engine/budget.py",
-        "        within = all(count <= self._planned.get(once, 0) for once, count in _counted(spent).items())\n",
-        "        within = all(once in self._planned for once in _counted(spent))\n",
+        "        planned = all(count <= self._planned[once] for once, count in _counted(spent).items())\n",
+        "        planned = all(once in self._planned for once in _counted(spent))\n",
         ("tests/engine/test_schedule.py",),
     ),
     Mutant(
@@ -634,8 +634,8 @@ SEVERAL_RANKS = [
     Mutant(
         "noise drawn on every rank",
         RELEASE,
-        "self.ranks.released(self._noise, sums + counts, std, batch_size, parameters)",
-        "self.ranks.released(self._noise, self._noise.release(sums + counts, std, 1.0), std, batch_size, parameters)",
+        "self.ranks, self._noise, sums + counts, std, batch_size, parameters\n",
+        "self.ranks, self._noise, self._noise.release(sums + counts, std, 1.0), std, batch_size, parameters\n",
         (*RANKS, "-k", "noise"),
     ),
     Mutant(

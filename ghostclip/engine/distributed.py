@@ -160,21 +160,9 @@ class Ranks:
             dist.all_gather_object(found, value, self._group)
         return found
 
-    def released(
-        self, noise: Noise, sums: list[Tensor], std: float, divisor: float, parameters: list[nn.Parameter]
-    ) -> list[Tensor]:
-        """(total of all ranks' sums + noise) / divisor, on all of them; the leading rank draws the noise.
-
-        Args:
-            noise, std, divisor: as for `Noise.release`.
-            sums: of ``parameters``, and behind them others. Those of a sharded model are this rank's shards.
-            parameters: that the optimizer steps.
-        """
-        with torch.no_grad():
-            return self.sharding.released(self, noise, sums, std, divisor, parameters)
-
+    @torch.no_grad()
     def release_total(self, noise: Noise, sums: list[Tensor], std: float, divisor: float) -> list[Tensor]:
-        """`released` for sums of whole parameters."""
+        """(total of all ranks' sums + noise) / divisor, on all of them; the leading rank draws the noise."""
         if self.size == 1:
             return noise.release(sums, std, divisor)
 

@@ -336,7 +336,9 @@ class Release:
         if self._alone:
             private = self._noise.release(sums + counts, std, batch_size)
         else:
-            private = self.ranks.released(self._noise, sums + counts, std, batch_size, parameters)
+            private = self.clipper.sharding.released(
+                self.ranks, self._noise, sums + counts, std, batch_size, parameters
+            )
         if self._adaptation is not None:
             self._adaptation.update(private.pop(), std, batch_size)
         if shares:

@@ -93,7 +93,11 @@ class Sharding:
     def released(
         self, ranks: Any, noise: Any, sums: list[Tensor], std: float, divisor: float, parameters: list[nn.Parameter]
     ) -> list[Tensor]:
-        """`ghostclip.engine.distributed.Ranks.released`, whose arguments these are."""
+        """(total of all ranks' sums + noise) / divisor, on all of them, by the engine's ``ranks`` and ``noise``.
+
+        ``sums`` are those of ``parameters``, which the optimizer steps (of a sharded model this rank's shards), and
+        behind them others.
+        """
         return ranks.release_total(noise, sums, std, divisor)
 
     def start_alike(self, copy: Callable[[Iterable[Tensor]], None]) -> None:
