@@ -2044,8 +2044,8 @@ OF_COMPANY = [
     Mutant(
         "a batch larger than all before isn't compared",
         COMPARISON,
-        "        if not (self._is_due(logical) or larger):\n",
-        "        if not self._is_due(logical):\n",
+        "        due = self._is_due(logical) or larger\n",
+        "        due = self._is_due(logical)\n",
         (*COLLATED, "-k", "one_long_text"),
     ),
     Mutant(

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipper.cutting import Sizes
+from ghostclip.clipper.trial import without_trace
 from ghostclip.errors import ExamplesMixError, VerificationError
 from ghostclip.self_check.agreement import gradients_agree, untrained
 from ghostclip.self_check.loading import LoadedRows
@@ -26,8 +27,9 @@ __all__ = ["SelfCheck"]
 
 # Logical batches at the start whose losses are compared, and one in how many physical batches later.
 STEPS, SELDOM = 6, 400
-# The most units of a physical batch that are tried, unless more are needed for its shapes.
-MOST = 32
+# The most units of a physical batch that are tried, unless more are needed for its shapes; and those whose gradients
+# are compared.
+MOST, FEW = 32, 16
 
 NOTHING_RELEASED = "Nothing of this batch was released or charged (self_check=False switches this test off)"
 
@@ -47,8 +49,9 @@ class SelfCheck:
     """Watches the steps of an engine; all that they need and leave stays as it would have been.
 
     Losses are compared in batches of the first steps, in random ones later, and in all whose tensors are larger than
-    any that was tried, as when the first long text comes. Gradients are compared on the first of these whose gradients
-    are all finite, or in the passes of the first such batch, and the first update with examples in it is looked at.
+    any that was tried, as when the first long text comes. Gradients are compared on a few rows of the first batch where
+    they are all finite, or in its passes where rows can't be loaded again, and the first update with examples in it is
+    looked at.
     Which batches, rows and orders is drawn from the operating system's entropy.
 
     Args:
@@ -92,15 +95,19 @@ class SelfCheck:
         if not self._wanted or physical.units < 2:
             return
         larger = not self._tried.hold(physical.examples, physical.rows)
-        if not (self._is_due(logical) or larger):
-            return
+        due = self._is_due(logical) or larger
         # Rows of layers are told by an index, which parts of the batch have none of.
         ragged, each = physical.batch_index is not None, physical.rows // physical.units
+        if not (due or (self._to_compare and not ragged)):
+            return
         rows = LoadedRows(logical.dataset, logical.collate, logical.rows[logical.handed - 1], logical.passed, each)
         try:
             some = self._some(physical.examples, rows, larger, min(most or rows.units, rows.units))
-            passes = None if ragged or self._clipper.sharding.sharded else self._clipper.passes
-            self._compare(TrialLosses(loss_fn, self._model, some, passes, None if ragged else self._compare_gradients))
+            if due:
+                passes = None if ragged or self._clipper.sharding.sharded else self._clipper.passes
+                self._compare(TrialLosses(loss_fn, self._model, some, passes))
+            if self._to_compare and not ragged:
+                self._compare_gradients(loss_fn, some.some(range(min(FEW, some.units))))
         except VerificationError:
             raise
         except Exception as error:  # what is wrong with the batch itself shows in its own forward
@@ -160,15 +167,15 @@ class SelfCheck:
             self._said.add(kind)
             log.warning("self-check: %s", reason)
 
-    def _compare_gradients(self, losses: Tensor) -> None:
-        """`backward` of losses that are tried; what can't be measured there is compared in the batch's own passes."""
+    def _compare_gradients(self, loss_fn: LossFunction, few: LoadedRows) -> None:
+        """`backward` of a few rows, lest the graph of all be held; what can't be measured is left to the passes."""
         try:
-            with self._clipper.passes.forgetting():
-                self.backward(losses)
+            with without_trace(self._model), self._clipper.passes.forgetting():
+                self.backward(loss_fn(self._model, few.load(range(len(few))).batch))
         except VerificationError:
             raise
         except Exception as error:
-            log.info("gradients are not compared on %d examples: %s: %s", len(losses), type(error).__name__, error)
+            log.info("gradients are not compared on %d rows: %s: %s", len(few), type(error).__name__, error)
 
     def backward(self, losses: Tensor) -> None:
         """Compares a few of the per-example gradients with autograd's and keeps the graph of the losses [B].

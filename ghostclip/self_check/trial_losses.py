@@ -67,7 +67,6 @@ class TrialLosses:
         model: in training.
         rows: of which batches are made.
         passes: of the model, which measure gradients; None: losses are compared alone.
-        on_losses: is called with the losses of all rows, whose graph it keeps.
 
     Attributes:
         every: the index of all rows.
@@ -78,16 +77,15 @@ class TrialLosses:
     """
 
     def __init__(
-        self, loss_fn: LossFunction, model: nn.Module, rows: LoadedRows, passes: FirstPasses | None = None,
-        on_losses: Callable[[Tensor], None] | None = None,
-    ) -> None:  # fmt: skip
+        self, loss_fn: LossFunction, model: nn.Module, rows: LoadedRows, passes: FirstPasses | None = None
+    ) -> None:
         self._loss_fn, self.model, self.rows, self._passes = loss_fn, model, rows, passes
         self._begins, self._quiet = random_states(), set[nn.Module]()
         self._rounding = ROUNDING[torch.float32]
         self.every = list(range(len(rows)))
         before = _frozen(model) | _state_of(model)
         with self._noting_who_draws():
-            self.untouched = self.run(self.every, quiet=False, norms=True, on_losses=on_losses)
+            self.untouched = self.run(self.every, quiet=False, norms=True)
         left = _frozen(model) | self.untouched.left
         self.changed = [key for key in before | left if not _same(before.get(key), left.get(key))]
         self.first = self.run(self.every, norms=True) if self._quiet else self.untouched
@@ -96,7 +94,7 @@ class TrialLosses:
 
     def run(
         self, *batches: Sequence[int], quiet: bool = True, norms: bool = False,
-        on_losses: Callable[[Tensor], None] | None = None, watch: AbstractContextManager[Any] | None = None,
+        watch: AbstractContextManager[Any] | None = None,
     ) -> TrialOutcome:  # fmt: skip
         """The outcome for the last of some batches, tried one after another, each from the same random numbers."""
         every = [self.rows.load(index) for index in batches]
@@ -108,8 +106,6 @@ class TrialLosses:
                 with watch or nullcontext():  # graphs are recorded, since the loss function may need one of its own
                     losses = self._loss_fn(self.model, loaded.batch)
             states, left = (loaded.states, random_states()), _state_of(self.model)
-            if on_losses is not None:
-                on_losses(losses)
             measured = self._norms(losses) if norms else None
         return TrialOutcome(losses.detach(), measured, loaded._replace(batch=None), left, states)
 
