@@ -36,8 +36,8 @@ def compared(epsilon: float, epochs: int, steps: int) -> dict[str, Any]:
     }
     noise = {bands: sigma[bands] * BandedToeplitz(bands=bands).error(steps) for bands in BANDS}
     return {
-        "epsilon": epsilon, "epochs": epochs, "noise_multiplier": sigma,
-        "over_dpsgd": {bands: noise[bands] / noise[1] for bands in BANDS},
+        "epsilon": epsilon, "epochs": epochs, "noise_multiplier": [sigma[bands] for bands in BANDS],
+        "over_dpsgd": [noise[bands] / noise[1] for bands in BANDS],
         "rule": max(1.0, epsilon * math.sqrt(steps) / epochs),
     }  # fmt: skip
 
@@ -63,7 +63,8 @@ def markdown(results: dict[str, Any]) -> str:
         "| --- " * (len(BANDS) + 3) + "|",
     ]
     for row in results["rows"]:
-        cells = [f"{row['over_dpsgd'][b]:.3f} ({row['noise_multiplier'][b]:.3f})" for b in BANDS]
+        pairs = zip(row["over_dpsgd"], row["noise_multiplier"], strict=True)
+        cells = [f"{ratio:.3f} ({sigma:.3f})" for ratio, sigma in pairs]
         lines.append(f"| {row['epsilon']:g} | {row['epochs']} | {' | '.join(cells)} | {row['rule']:.0f} |")
     return "\n".join([*lines, "", f"Computed by `python experiments/{FILE}.py`.", ""])
 

@@ -140,19 +140,30 @@ class CyclicPoissonGaussian(SampledRelease):
     @property
     def turns(self) -> SampledGaussian:
         """The turns of one unit, as releases over Poisson samples."""
-        count, noise = -(-self.count // self.separation), self.noise_multiplier / self.sensitivity
-        return SampledGaussian(self.sample_rate, noise, count, self.relation, self.unit)
+        noise = self.noise_multiplier / self.sensitivity
+        return SampledGaussian(self.sample_rate, noise, self._most_turns, self.relation, self.unit)
+
+    @property
+    def _most_turns(self) -> int:
+        """The most turns that a unit had: every ``separation``-th step, from the first one on."""
+        return -(-self.count // self.separation)
 
 
 @dataclass(frozen=True)
 class CyclicGaussian(CyclicPoissonGaussian):
     """Sums over one part of the data after the other in a fixed order, each unit once in ``separation`` steps.
 
-    Nothing is random, so ``sample_rate`` is 1. ceil(count / separation) Gaussian releases of one noise are one such
-    release with the noise divided by the root of their number.
+    Nothing is random, so ``sample_rate`` is 1.
     """
 
     sampling: ClassVar[str] = "cyclic"
+
+    @property
+    def turns(self) -> SampledGaussian:
+        """The turns of one unit as one release: k turns move C x by at most sqrt(k) times the bound of one turn."""
+        turns = self._most_turns
+        noise = self.noise_multiplier / self.sensitivity / math.sqrt(max(1, turns))
+        return SampledGaussian(1.0, noise, min(1, turns), self.relation, self.unit)
 
 
 @dataclass(frozen=True)

@@ -3401,8 +3401,8 @@ NOISE_OVER_STEPS = [
     Mutant(
         "turns rounded down",
         "ghostclip/events.py",
-        "count, noise = -(-self.count // self.separation),",
-        "count, noise = self.count // self.separation,",
+        "        return -(-self.count // self.separation)\n",
+        "        return self.count // self.separation\n",
         BY_TURNS,
     ),
     Mutant(

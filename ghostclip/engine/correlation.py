@@ -84,9 +84,8 @@ def refuse_with_correlation(
         return
     if not isinstance(correlation, BandedToeplitz | BufferedToeplitz):
         raise TypeError(f"correlation must be a BandedToeplitz or a BufferedToeplitz; got {correlation!r}")
-    banded = isinstance(correlation, BandedToeplitz)
-    independent = banded and correlation.number == 1
-    allowed = BANDED if banded else TURNS
+    independent = isinstance(correlation, BandedToeplitz) and correlation.number == 1
+    allowed = BANDED if isinstance(correlation, BandedToeplitz) else TURNS
     reasons = {
         "schedule": given["schedule"] is not None and "noise, thresholds and batch size must be the same at each step",
         "adaptive clipping": adapts(policy) and "the thresholds, and so the noise, must be the same at each step",
@@ -107,7 +106,7 @@ def refuse_with_correlation(
         raise ValueError(
             "correlation needs the planned steps, for which its matrix is made: give steps=... or epochs=..."
         )
-    if banded and correlation.is_auto and given["target_epsilon"] is None:
+    if isinstance(correlation, BandedToeplitz) and correlation.is_auto and given["target_epsilon"] is None:
         raise ValueError('bands="auto" needs target_epsilon, at which numbers of bands are compared; give it, or bands')
 
 

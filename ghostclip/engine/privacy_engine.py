@@ -344,7 +344,8 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
 
         Args:
             path: of the folder that is written, atomically. A folder that is there is kept as ``<path>.previous``.
-                The files ``private.*`` hold random states and ``extra``: don't publish them. No noise is saved.
+                The files ``private.*`` hold random states, ``extra`` and the history of correlated noise: don't
+                publish them.
             extra: {name: object with ``state_dict()`` and ``load_state_dict()``}, such as learning rate schedulers.
 
         Raises:

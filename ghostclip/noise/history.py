@@ -101,15 +101,18 @@ class History(ABC):
         if not self._state:
             self._state = [tensor.new_zeros(self._kept, *tensor.shape) for tensor in like]
         self.whole = False
-        pulled = [self._pulled(state) for state in self._state]
+        weights, row = dict[Any, Tensor](), -self._weights()
+        for state in self._state:
+            weights.setdefault((state.dtype, state.device), torch.tensor(row, dtype=state.dtype, device=state.device))
+        pulled = [torch.tensordot(weights[state.dtype, state.device], state, 1) for state in self._state]
         fresh = noise.release(pulled, std, float(self._series[0]))
         self._take_in(fresh)
         self.step, self.whole = self.step + 1, True
         return fresh
 
     @abstractmethod
-    def _pulled(self, state: Tensor) -> Tensor:
-        """-sum_{j >= 1} c_j u_{t - j}, in a new tensor."""
+    def _weights(self) -> np.ndarray:
+        """Factors [kept] whose sum of products with what is kept is sum_{j >= 1} c_j u_{t - j}."""
 
     @abstractmethod
     def _take_in(self, fresh: Sequence[Tensor]) -> None:
@@ -132,12 +135,11 @@ class History(ABC):
 class Banded(History):
     """The last ``bands - 1`` of u, in a ring: the one of step t is in slot t mod (bands - 1)."""
 
-    def _pulled(self, state: Tensor) -> Tensor:
+    def _weights(self) -> np.ndarray:
         # Slot s holds u of step t - lag.
         slots = np.arange(self._kept)
         lags = (self.step - 1 - slots) % self._kept + 1
-        weights = torch.tensor(-self._series[lags], dtype=state.dtype, device=state.device)
-        return torch.tensordot(weights, state, 1)
+        return self._series[lags]
 
     def _take_in(self, fresh: Sequence[Tensor]) -> None:
         for state, each in zip(self._state, fresh, strict=True):
@@ -149,11 +151,11 @@ class Buffered(History):
 
     def __init__(self, correlation: BufferedToeplitz, steps: int) -> None:
         super().__init__(correlation, steps)
-        self._weights, self._rates = correlation.exponentials(steps)
+        scales, self._rates = correlation.exponentials(steps)
+        self._scales = self._series[0] * scales
 
-    def _pulled(self, state: Tensor) -> Tensor:
-        weights = torch.tensor(-self._series[0] * self._weights, dtype=state.dtype, device=state.device)
-        return torch.tensordot(weights, state, 1)
+    def _weights(self) -> np.ndarray:
+        return self._scales
 
     def _take_in(self, fresh: Sequence[Tensor]) -> None:
         for state, each in zip(self._state, fresh, strict=True):

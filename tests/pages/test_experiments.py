@@ -9,6 +9,7 @@ from scripts import ROOT, ran, script
 
 from ghostclip.engine.budget import Spending
 from ghostclip.native import library
+from ghostclip.noise import BandedToeplitz
 
 needs_compiler = pytest.mark.skipif(library("gram") is None, reason="no C compiler here")
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -111,3 +112,18 @@ def test_a_page_has_the_tables_that_its_script_makes_of_the_results(name):
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert tables
     assert all(f"\n\n{table}\n" in f"{page}\n" for table in tables)
+
+
+def test_correlated_noise_at_equal_epsilon(tmp_path, monkeypatch):
+    """A small run, and the published page, which is that of its figures."""
+    module = script("correlated_noise")
+    published = json.loads((module.RESULTS / f"{module.FILE}.json").read_text())
+    assert (module.RESULTS / f"{module.FILE}.md").read_text() == module.markdown(published)
+    assert published["errors"]["8 bands"] == pytest.approx(BandedToeplitz(bands=8).error(published["steps"]), rel=1e-6)
+    for name, values in {"EPSILONS": (4.0,), "EPOCHS": (1,), "BANDS": (1, 8)}.items():
+        monkeypatch.setattr(module, name, values)
+    results, _ = ran(module, tmp_path, "--steps", "64")
+    (row,), errors = results["rows"], results["errors"]
+    ratio = errors["8 bands"] / errors["1 bands"] * row["noise_multiplier"][1] / row["noise_multiplier"][0]
+    assert row["over_dpsgd"] == [1.0, pytest.approx(ratio)]
+    assert row["rule"] == 32.0
