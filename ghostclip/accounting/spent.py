@@ -397,6 +397,8 @@ def samples(event: Event) -> str:
         noise = f"noise multipliers {each} in one release ({event.noise_multiplier:.4g} together)"
     if cyclic is not None and cyclic.correlation:
         noise += f", correlated by {cyclic.correlation}"
+    if cyclic is not None and cyclic.sensitivity != 1:
+        noise += f" of sensitivity {cyclic.sensitivity:.4g}"
     drawn = SAMPLES[once.sampling].format(cap=cap, separation=cyclic and cyclic.separation)
     return f"{drawn} at rate {once.sample_rate:.4g} with {noise}"
 

@@ -52,12 +52,12 @@ class History(ABC):
         """The norm of the last step's row of C^-1 (of the first one's before it)."""
         return float(self._growth[max(self.step - 1, 0)])
 
-    def _check(self, sums: Sequence[Tensor], std: float) -> None:
+    def _check(self, sums: Sequence[Tensor]) -> None:
         """Raises PrivacyError unless the next step's noise can be made for these sums."""
-        if self.step >= self.steps or not self.whole or (self._state and std != self._std):
+        if self.step >= self.steps or not self.whole:
             raise PrivacyError(
-                f"correlated noise was planned for {self.steps} steps at one standard deviation; got step "
-                f"{self.step + 1} at {std!r} after {self._std!r}, the last one {'' if self.whole else 'not '}completed"
+                f"correlated noise was planned for {self.steps} steps; got step {self.step + 1}, the last one "
+                f"{'' if self.whole else 'not '}completed"
             )
         kept = [(state.shape[1:], state.dtype, state.device) for state in self._state]
         if self._state and kept != [(tensor.shape, tensor.dtype, tensor.device) for tensor in sums]:
@@ -73,15 +73,13 @@ class History(ABC):
         Args:
             noise: the source of w.
             sums: float32 or float64, of the same shapes at each step; overwritten.
-            std: the same at each step.
+            std: where it falls from a step to the next, it counts as unchanged: noise must cover earlier steps, too.
             divisor: what the noisy sums are divided by.
 
         Raises:
-            PrivacyError: all planned steps were taken, the last one was interrupted, or ``std`` or what is trained
-                changed.
+            PrivacyError: all planned steps were taken, the last one was interrupted, or what is trained changed.
         """
-        self._check(sums, std)
-        self._std = std
+        self._check(sums)
         with torch.no_grad():
             fresh = self._advance(noise, sums, std)
             for total, each in zip(sums, fresh, strict=True):
@@ -98,6 +96,7 @@ class History(ABC):
 
     def _advance(self, noise: Noise, like: Sequence[Tensor], std: float) -> list[Tensor]:
         """u of the next step."""
+        self._std = std = max(std, self._std)
         if not self._state:
             self._state = [tensor.new_zeros(self._kept, *tensor.shape) for tensor in like]
         self.whole = False

@@ -8,6 +8,7 @@ import private_runs as runs
 import pytest
 import torch
 from graphs import interpret
+from ledgers import in_child
 from scipy import stats
 from torch import Tensor, nn
 
@@ -118,6 +119,20 @@ def test_the_covariance_over_2000_steps_is_that_of_the_matrix() -> None:
     assert math.sqrt((errors**2).mean()) == pytest.approx(correlation.error(steps=steps), rel=0.1)
 
 
+def test_noise_never_gets_less_and_what_is_trained_stays() -> None:
+    """The noise of a step covers the sums of earlier ones, which may have moved by more."""
+    history, noise, numbers = history_of(BandedToeplitz(bands=2), 4), noise_source(), torch.zeros(4000)
+    assert history is not None
+    found = [history.release(noise, [numbers.clone()], std, 1)[0].double().numpy() for std in (1.0, 3.0, 2.0)]
+    fresh = (BandedToeplitz(bands=2).matrix(steps=4)[:3, :3] @ found) / np.array([[1.0], [3.0], [3.0]])
+    assert_independent(fresh)
+    with pytest.raises(PrivacyError, match="the trained parameters are not those of the steps before"):
+        history.release(noise, [numbers[:2].clone()], 3.0, 1)
+    history.release(noise, [numbers.clone()], 3.0, 1)
+    with pytest.raises(PrivacyError, match="planned for 4 steps; got step 5"):
+        history.release(noise, [numbers.clone()], 3.0, 1)
+
+
 @pytest.mark.parametrize("sampling", ["poisson", "cyclic_poisson"])
 def test_one_band_releases_bit_for_bit_what_no_correlation_releases(sampling: str) -> None:
     found = []
@@ -176,21 +191,26 @@ def test_a_checkpoint_older_than_the_last_release_begins_a_new_mechanism(tmp_pat
     assert again.epsilon(accountant="rdp") == turns(5)
 
 
-def test_what_was_reserved_when_a_run_was_killed_counts_and_the_history_is_left(tmp_path: Any) -> None:
-    correlation = BandedToeplitz(bands=3)
-    engine = engine_for(correlation, "cyclic_poisson", ledger=tmp_path / "run.ledger")
-    runs.train(engine, 4, nothing)
-    engine.save(tmp_path / "saved")
-    killed = (tmp_path / "run.ledger").read_bytes()
-    engine.detach()
-    (tmp_path / "run.ledger").unlink()
-    (tmp_path / "run.ledger").write_bytes(killed)
-    after = engine_for(correlation, "cyclic_poisson", ledger=tmp_path / "run.ledger")
+@pytest.mark.parametrize("block", [1, 2, 32])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_what_a_killed_run_released_or_reserved_counts(block: int, tmp_path: Any) -> None:
+    """Five steps, of which a checkpoint has three, and three more after the restart: 2 + 1 turns at least."""
+    correlation, path = BandedToeplitz(bands=3), tmp_path / "run.ledger"
+
+    def killed() -> None:
+        engine = engine_for(correlation, "cyclic_poisson", ledger=Ledger(path, block=block))
+        runs.train(engine, 3, nothing)
+        engine.save(tmp_path / "saved")
+        runs.train(engine, 2, nothing)
+
+    assert in_child(killed) == 0  # which ends without giving back what it reserved
+    after = engine_for(correlation, "cyclic_poisson", ledger=Ledger(path, block=block))
     after.restore(tmp_path / "saved")
-    runs.train(after, 3, nothing)
-    # All 12 planned steps were reserved: 4 turns; and 3 steps of a new mechanism.
-    assert after.epsilon(accountant="rdp") == turns(5)
-    assert after.epsilon(accountant="rdp") >= turns(3)
+    noise = released(after, 3)
+    assert_independent(correlation.matrix(steps=STEPS)[:3, :3] @ noise)
+    reserved = {1: 5, 2: 6, 32: STEPS}[block]
+    assert [event.count for event in after.events] == [reserved, 3]
+    assert after.epsilon(accountant="rdp") == turns(-(-reserved // 3) + 1)
 
 
 def test_interrupted_noise_begins_a_new_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,8 @@ def test_words_name_the_sampling_and_the_correlation() -> None:
         "after 9 steps over Poisson samples of 8 groups in turn at rate 0.16 with noise multiplier 1.3, correlated by "
         "BandedToeplitz(bands=8)." in said
     )
+    buffered = CyclicGaussian(1.0, 2.0, separation=4, sensitivity=1.25, correlation="BufferedToeplitz(buffers=3)")
+    assert accounting.samples(buffered).endswith(", correlated by BufferedToeplitz(buffers=3) of sensitivity 1.25")
     cyclic = accounting.samples(CyclicGaussian(1.0, 2.0, separation=4))
     assert cyclic == "batches in a fixed order, each example once in 4 steps, at rate 1 with noise multiplier 2"
 
