@@ -3373,7 +3373,7 @@ NOISE_OVER_STEPS = [
     Mutant(
         "interrupted noise goes on",
         MECHANISM,
-        " or (self._history is not None and not self._history.whole)",
+        " or not self._history.whole",
         "",
         CORRELATED,
     ),

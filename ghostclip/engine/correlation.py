@@ -10,7 +10,6 @@ from torch import nn
 
 from ghostclip import accounting
 from ghostclip.engine.adaptation import adapts
-from ghostclip.engine.distributed import Ranks
 from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation
 from ghostclip.sampling import LogicalBatches
 from ghostclip.sharding.detection import is_fully_sharded
@@ -68,16 +67,13 @@ class ChosenCorrelation:
         return "\n".join(lines)
 
 
-def refuse_with_correlation(
-    correlation: Any, given: dict[str, Any], policy: Any, ranks: Ranks, model: nn.Module
-) -> None:
+def refuse_with_correlation(correlation: Any, given: dict[str, Any], policy: Any, model: nn.Module) -> None:
     """Raises ValueError or TypeError where arguments of the engine don't go with correlated noise.
 
     Args:
         correlation: as for `PrivacyEngine`; None: everything goes.
         given: the arguments ``sampling``, ``schedule``, ``noise``, ``steps``, ``epochs`` and ``target_epsilon``.
         policy: of clipping.
-        ranks: which train together.
         model: that is trained.
     """
     if correlation is None:
@@ -91,8 +87,7 @@ def refuse_with_correlation(
         "adaptive clipping": adapts(policy) and "the thresholds, and so the noise, must be the same at each step",
         'noise="hardened"': given["noise"] == "hardened" and not independent
         and "the history of noise is kept in floating point, which its lattice doesn't cover",
-        "several processes": (ranks.size > 1 or is_fully_sharded(model))
-        and not independent and "the history of noise is kept by one process only",
+        "fully_shard": is_fully_sharded(model) and not independent and "the history of noise is not sharded",
     }  # fmt: skip
     for other, reason in reasons.items():
         if reason:

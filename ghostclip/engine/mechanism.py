@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.engine.budget import Runs, Spending, steps_of
-from ghostclip.engine.terms import StepTerms, Terms
+from ghostclip.engine.distributed import Ranks
+from ghostclip.engine.terms import StepTerms, Terms, new_name
 from ghostclip.events import within
 from ghostclip.noise import Noise
 from ghostclip.noise.history import history_of
@@ -28,18 +29,23 @@ __all__ = ["Mechanism"]
 class Mechanism(Noise):
     """Comes between the engine and its noise, and between it and its charges.
 
+    Where several processes train together the leading one has the history, and all have the mechanism's name.
+
     Args:
+        ranks: which train together.
         source: of independent noise.
         terms: of the steps; its events bear the mechanism's name.
         spending: counts them.
         loader: whose groups take turns.
     """
 
-    def __init__(self, source: Noise, terms: StepTerms, spending: Spending, loader: LogicalBatches) -> None:
-        self._source, self._terms, self._spending, self._loader = source, terms, spending, loader
+    def __init__(
+        self, ranks: Ranks, source: Noise, terms: StepTerms, spending: Spending, loader: LogicalBatches
+    ) -> None:
+        self._ranks, self._source, self._terms = ranks, source, terms
+        self._spending, self._loader = spending, loader
         self.mode, self.private = source.mode, source.private
-        self._process = os.getpid()
-        self._history = self._empty()
+        self.begin(0)
 
     def _empty(self) -> Any:
         """The history of a mechanism that begins; None where noise is independent."""
@@ -53,14 +59,18 @@ class Mechanism(Noise):
 
     def begin(self, step: int) -> None:
         """A new mechanism, whose first step is the model's step of that number."""
-        self._terms.rename(step)
+        self._terms.rename(step, self._ranks.led(new_name))
         self._process, self._history = os.getpid(), self._empty()
 
     def charge(self, terms: Terms) -> None:
         """`Spending.charge`, under the mechanism's name; after an interruption or a fork under a new one."""
-        if self._process != os.getpid() or (self._history is not None and not self._history.whole):
+        if self._history is not None and self._ranks.led(self._is_broken):
             self.begin(self._terms.began + self._charged())
         self._spending.charge(replace(terms, event=within(terms.event, self._terms.mechanism)))
+
+    def _is_broken(self) -> bool:
+        """Whether the next step's noise can't follow the last one's: it was interrupted, or belongs to a fork."""
+        return self._process != os.getpid() or not self._history.whole
 
     def _charged(self) -> int:
         """How many steps of this mechanism were charged."""
@@ -77,7 +87,7 @@ class Mechanism(Noise):
     @property
     def growth(self) -> float:
         """See `Noise.growth`."""
-        return 1.0 if self._history is None else self._history.growth
+        return 1.0 if self._history is None else self._history.growth(max(1, self._charged()))
 
     def generator(self, key: bytes | None = None) -> Any:
         """See `Noise.generator`."""
@@ -116,5 +126,5 @@ class Mechanism(Noise):
         if self._spending.steps_of(state["name"], everyone=True) != steps_of(state["name"], saved):
             return
         self._terms.rename(state["began"], state["name"])
-        if self._history is not None and state["history"] is not None:
+        if self._history is not None and state["history"] is not None and self._ranks.leads:
             self._history.load_state_dict(state["history"], parameters)

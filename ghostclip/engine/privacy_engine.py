@@ -145,7 +145,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         )  # fmt: skip
         given = {"sampling": sampling, "schedule": schedule, "noise": noise, "steps": steps, "epochs": epochs}
         policy = policy_for(model, clipping)
-        refuse_with_correlation(correlation, given | {"target_epsilon": target_epsilon}, policy, ranks, model)
+        refuse_with_correlation(correlation, given | {"target_epsilon": target_epsilon}, policy, model)
         self._terms = terms = StepTerms(
             schedule, loader, policy, noise_multiplier, target_epsilon, target_delta, (epochs, steps), correlation,
             Before(before, source.private),
@@ -155,7 +155,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         clipper = GhostClipper(model, clipping, second_pass=second_pass, loss_scale=scaling.factor)
         micro_batches = micro_batches_of(model, loader, max_physical_batch_size, memory_limit)
         self._spending = Spending(ranks, terms, max_epsilon, ledger, source, model)
-        self._mechanism = None if loader.groups is None else Mechanism(source, terms, self._spending, loader)
+        self._mechanism = None if loader.groups is None else Mechanism(ranks, source, terms, self._spending, loader)
         adding, charging = self._mechanism or source, self._mechanism or self._spending
         release = Release(
             clipper, optimizer, adding, terms.noise_multiplier, terms.at, charging.charge, scaling, ranks, micro_batches

@@ -17,7 +17,7 @@ from ghostclip.noise import Correlation
 from ghostclip.sampling import CyclicPoisson, LogicalBatches, Scheme
 from ghostclip.validate import nonnegative, open_fraction, positive, positive_int
 
-__all__ = ["MOST", "StepTerms", "Terms"]
+__all__ = ["MOST", "StepTerms", "Terms", "new_name"]
 
 # More steps than anyone takes.
 MOST = 10**6
@@ -92,7 +92,7 @@ class StepTerms:
         sizes = [stage.batch_size or loader.batch_size for stage in self._schedule.stages]
         self._schemes = [loader.scheme_of(size) for size in sizes]
         self._fields = self._turn_fields(loader.scheme)
-        self.mechanism, self.began = _new_name(), 0
+        self.mechanism, self.began = new_name(), 0
         self._plan(noise_multiplier, target_epsilon, length)
         self.rename(0, self.mechanism)
 
@@ -113,9 +113,9 @@ class StepTerms:
         matrix, steps = self.correlation.matrix, self.correlation.steps
         return {"correlation": repr(matrix), "sensitivity": matrix.turn_sensitivity(steps, scheme.separation)}
 
-    def rename(self, began: int, name: str | None = None) -> None:
-        """From now on steps are of another mechanism, whose first step has the number ``began``; None: a new name."""
-        self.began, self.mechanism = began, _new_name() if name is None else name
+    def rename(self, began: int, name: str) -> None:
+        """From now on steps are of the mechanism of that name, whose first step has the number ``began``."""
+        self.began, self.mechanism = began, name
         noise = self.noise_multiplier
         self.events = self._events(noise if self.before.private else 0.0)
         self._terms = [
@@ -207,6 +207,6 @@ class StepTerms:
         return found
 
 
-def _new_name() -> str:
+def new_name() -> str:
     """No other mechanism has it."""
     return secrets.token_hex(8)

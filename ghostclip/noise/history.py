@@ -47,10 +47,9 @@ class History(ABC):
         self._state: list[Tensor] = []
         self._std = 0.0
 
-    @property
-    def growth(self) -> float:
-        """The norm of the last step's row of C^-1 (of the first one's before it)."""
-        return float(self._growth[max(self.step - 1, 0)])
+    def growth(self, step: int) -> float:
+        """The norm of row ``step`` of C^-1, from 1: the step's noise has that times the standard deviation of w."""
+        return float(self._growth[min(step, self.steps) - 1])
 
     def _check(self, sums: Sequence[Tensor]) -> None:
         """Raises PrivacyError unless the next step's noise can be made for these sums."""

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ghostclip import BudgetExceededError, GhostClipError, PrivacyError, accounting
 from ghostclip.clipping import Adaptive, PerLayer
-from ghostclip.noise import noise_source
+from ghostclip.noise import BandedToeplitz, BufferedToeplitz, noise_source
 from ghostclip.noise.hardened import Lattice
 from ghostclip.sampling import LogicalBatches
 
@@ -67,6 +67,9 @@ def partly_infinite() -> TensorDataset:
 ADAPTIVE = {"clipping": Adaptive(0.3, count_noise=2.0), "max_physical_batch_size": 3}
 
 
+CORRELATED = {"correlation": BandedToeplitz(2), "sampling": "cyclic_poisson", "steps": 4, "noise_multiplier": 1.0}
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "wrapped": {"wrapped": True},
@@ -79,6 +82,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fixed size": {"sampling": "without_replacement", "neighboring": "replace_one"},
     "users": {"unit_ids": [row // 3 for row in range(24)], "batch_size": 3},
     "noise": {"noise_multiplier": 1.0},
+    "correlated noise": {"noise_multiplier": 1.0, **CORRELATED},
+    "correlated noise by buffers": {
+        **CORRELATED,
+        "correlation": BufferedToeplitz(2),
+        "sampling": "cyclic",
+        "wrapped": True,
+    },
     "not finite": {"data": partly_infinite(), "wrapped": True},
     "out of memory": {"losses_of": short_of_memory},
 }
