@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +134,11 @@ def chosen_correlation(
         )  # fmt: skip
         correlation = BandedToeplitz(bands=min(table, key=lambda row: row.product).bands)
     found = ChosenCorrelation(correlation, steps, correlation.error(steps), table)
+    if not math.isfinite(found.error):
+        raise ValueError(
+            f"{correlation!r} has no bounded inverse over {steps} steps: its noise would grow without end; take "
+            "coefficients that fall, such as [1.0, 0.5, 0.375]"
+        )
     if table:
         log.info("bands chosen at epsilon %g:\n%s", target_epsilon, found)
     return found

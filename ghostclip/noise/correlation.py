@@ -65,12 +65,17 @@ class Correlation(ABC):
         """Root mean squared error of the ``steps`` prefix sums of z = C^-1 w, for w of variance 1.
 
         It is |A C^-1|_F / sqrt(steps), with A lower triangular of ones: what noise does to the sum of all updates so
-        far, averaged over steps. Independent noise has sqrt((steps + 1) / 2).
+        far, averaged over steps. Independent noise has sqrt((steps + 1) / 2). It is inf where C^-1 has no numbers.
 
         Raises:
             ValueError, TypeError: ``steps`` is no whole number >= 1.
         """
-        series, norms = self.series(positive_int(steps=steps)), self.column_norms(steps)
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = self._error(positive_int(steps=steps))
+        return found if math.isfinite(found) else math.inf
+
+    def _error(self, steps: int) -> float:
+        series, norms = self.series(steps), self.column_norms(steps)
         inverse = scipy.signal.lfilter([1.0], series, np.eye(1, steps)[0])
         # Columns of full norm come first; their prefix sums depend on distances alone.
         full = max(1, int(np.count_nonzero(norms == norms[0])))

@@ -274,6 +274,10 @@ def test_more_steps_than_planned_are_refused_before_the_release(tmp_path: Any) -
         ({"schedule": Schedule([Stage(3)])}, "correlation and schedule don't go together"),
         ({"clipping": Adaptive(1.0, count_noise=1.0)}, "correlation and adaptive clipping don't go together"),
         ({"noise": "hardened"}, "correlation and noise=.hardened. don't go together"),
+        (
+            {"correlation": BandedToeplitz(coefficients=[1.0, 1e30]), "sampling": "cyclic"},
+            "has no bounded inverse over",
+        ),
         ({"correlation": BandedToeplitz(bands=7)}, r"bands \* batch_size / population, .* at most 1; got 7 \* 4 / 24"),
     ],
 )
