@@ -17,6 +17,8 @@ TRUNCATED = ["--sampling", "truncated", "--max-batch-size", "90"]
         (FIXED, {"sampling": "without_replacement", "neighboring": "replace_one"}),
         (TRUNCATED, {"sampling": "truncated", "dataset_size": 600, "max_batch_size": 90}),
         (["--neighboring", "replace_one"], {"neighboring": "replace_one"}),
+        (["--sampling", "cyclic_poisson", "--bands", "5"], {"sampling": "cyclic_poisson", "bands": 5}),
+        (["--sampling", "cyclic"], {"sampling": "cyclic"}),
         ([], {}),
     ],
 )
