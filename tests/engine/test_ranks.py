@@ -67,7 +67,7 @@ def partly_infinite() -> TensorDataset:
 ADAPTIVE = {"clipping": Adaptive(0.3, count_noise=2.0), "max_physical_batch_size": 3}
 
 
-CORRELATED = {"correlation": BandedToeplitz(2), "sampling": "cyclic_poisson", "steps": 4, "noise_multiplier": 1.0}
+CORRELATED = {"correlation": BandedToeplitz(2), "sampling": "cyclic_poisson", "steps": 6, "noise_multiplier": 1.0}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
