@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: install  ## train a CNN privately on handwritten digits, three seeds (a minute); report in reports/demo
-	$(BIN)/python -m ghostclip train --model cnn --data digits --seeds 3 --report reports/demo
+	$(BIN)/python -m ghostclip train --model oriented --data digits --seeds 3 --report reports/demo
 
 test: install  ## the test suite, in two processes (2 to 6 minutes on two cores)
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist worksteal

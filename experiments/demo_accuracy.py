@@ -30,7 +30,7 @@ from ghostclip.cli.training import train as trained
 
 RESULTS = Path(__file__).parent / "results"
 FILE = "demo_accuracy"
-DEMO = ["--model", "cnn", "--data", "digits"]
+DEMO = ["--model", "oriented", "--data", "digits"]
 
 
 def trainings(examples: int) -> list[PlannedRun]:

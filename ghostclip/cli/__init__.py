@@ -98,7 +98,7 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="ghostclip",
         description="Differentially private training with exact per-example gradient clipping.",
-        epilog="example: ghostclip train --model cnn --data digits --report reports/demo",
+        epilog="example: ghostclip train --model oriented --data digits --report reports/demo",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions and kernels, and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)

@@ -22,9 +22,12 @@ from ghostclip.validate import nonnegative
 
 __all__ = ["METHODS", "OPTIMIZERS", "Ghost", "Settings", "Steps", "cross_entropy"]
 
-MOMENTUM = 0.9
+# Examples whose features are computed at a time.
+SOME = 1024
+MOMENTUM, MOMENTUM_OF_FEW = 0.9, 0.5  # the latter where there are few steps
 OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=MOMENTUM),
+    "nesterov": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=MOMENTUM_OF_FEW, nesterov=True),
     "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
     "adamw": lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate),
 }
@@ -34,7 +37,8 @@ OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
 class Settings:
     """One run's settings; ``target_epsilon`` is what ``noise_multiplier`` was chosen for, ``noise`` the noise's mode.
 
-    All three are None without privacy. ``ledger`` is the file that steps are charged to, if any.
+    All three are None without privacy. ``ledger`` is the file that steps are charged to, if any. ``mean_noise`` is the
+    noise multiplier of the mean of the network's features, which is released first; None: none is.
     """
 
     model: str
@@ -52,6 +56,7 @@ class Settings:
     noise: str | None = "standard"
     ledger: str | None = None
     memory_limit: int | None = None
+    mean_noise: float | None = None
 
     @property
     def of_engine(self) -> dict[str, Any]:
@@ -123,8 +128,19 @@ class Ghost(Steps):
             data,
             ledger=settings.ledger,
             memory_limit=settings.memory_limit,
+            before=[] if settings.mean_noise is None else [self._centred(settings.mean_noise)],
             **settings.of_engine,
         )
+
+    @torch.no_grad()
+    def _centred(self, noise_multiplier: float) -> ghostclip.PrivateMean:
+        """Releases the mean of the untrained network's features, which the network takes off from now on."""
+        model: Any = self._model
+        features = torch.cat([model.features(inputs) for inputs in self._data.tensors[0].split(SOME)])
+        noise = self._settings.noise or "standard"
+        released = ghostclip.private_mean(features, noise_multiplier=noise_multiplier, noise=noise)
+        model.centre.mean.copy_(released.mean)
+        return released
 
     def __iter__(self) -> Iterator[Tensor]:
         for _ in range(self.first_epoch, self._settings.epochs):

@@ -36,7 +36,7 @@ Default settings suit public data of the same size. Choosing settings by their r
 that no accountant here counts. The noise is never seeded; --seed sets the initial weights alone.
 
 examples:
-  ghostclip train --model cnn --data digits --report reports/demo
+  ghostclip train --model oriented --data digits --report reports/demo
   ghostclip train --model lstm --data mnist --data-dir ~/mnist --epsilon 3 --delta 1e-5 --checkpoint runs/lstm
   ghostclip train --model lstm --data mnist --data-dir ~/mnist --epsilon 3 --delta 1e-5 --checkpoint runs/lstm --resume
   ghostclip train --model transformer --data imdb --data-dir ~/aclImdb --vocabulary words.txt --epsilon 8"""
@@ -82,7 +82,7 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     add("--max-norm", type=float, metavar="C", help="clipping norm")
     about = "defaults depend on the size of the training set"
     add = parser.add_argument_group("training", about).add_argument
-    add("--epochs", type=int, default=DEFAULT_EPOCHS)
+    add("--epochs", type=int, metavar="E", help=f"default: {DEFAULT_EPOCHS}; for oriented what its recipe says")
     add("--batch-size", type=int, metavar="B", help="expected size of a Poisson-sampled batch")
     most = "most examples in memory at once; auto: as many as fit, found at the first step (default: a whole batch)"
     add("--max-physical-batch-size", type=count_or_auto, metavar="N", help=most)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,8 @@ def train(
         epoch: steps of an epoch, to evaluate after each; None: at the end only.
     """
     model = build(settings.model, data, settings.seed)
+    if keeping is not None and keeping.resume:  # its mean was released, and is in the checkpoint
+        settings = replace(settings, mean_noise=None)
     steps, seen = METHODS[settings.method](settings, model, data.train), History()
     private = settings.noise_multiplier is not None
     kept = keeping.kept(steps, seen) if keeping and isinstance(steps, Ghost) else nullcontext(lambda: None)

@@ -1,13 +1,14 @@
-"""The five networks of Lee & Kifer (2020, section 6.1.1), built of `ghostclip.nn` layers, by name."""
+"""Networks of `ghostclip.nn` layers, by name: the five of Lee & Kifer (2020, section 6.1.1), and `OrientedCNN`."""
 
 from torch.nn import Module
 
 from ghostclip.models.networks import CNN, MLP, LSTMClassifier, RNNClassifier, TransformerClassifier
+from ghostclip.models.oriented import OrientedCNN
 from ghostclip.validate import one_of, positive_int
 
-__all__ = ["CNN", "MLP", "NAMES", "LSTMClassifier", "RNNClassifier", "TransformerClassifier", "build"]
+__all__ = ["CNN", "MLP", "NAMES", "LSTMClassifier", "OrientedCNN", "RNNClassifier", "TransformerClassifier", "build"]
 
-NAMES = ("mlp", "cnn", "rnn", "lstm", "transformer")
+NAMES = ("mlp", "cnn", "rnn", "lstm", "transformer", "oriented")
 
 
 def build(name: str, input_shape: tuple[int, ...], classes: int, vocabulary: int | None = None) -> Module:
@@ -35,7 +36,8 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, vocabulary: int
         return MLP(input_shape, classes)
     if len(input_shape) != 3:
         raise ValueError(f"{name} takes images [channels, height, width]; {_inputs(input_shape, vocabulary)}")
-    return {"cnn": CNN, "rnn": RNNClassifier, "lstm": LSTMClassifier}[name](input_shape, classes)
+    kinds = {"cnn": CNN, "rnn": RNNClassifier, "lstm": LSTMClassifier, "oriented": OrientedCNN}
+    return kinds[name](input_shape, classes)
 
 
 def _inputs(input_shape: tuple[int, ...], vocabulary: int | None) -> str:

@@ -1,7 +1,9 @@
 """`ghostclip train`: every method and data format end to end, and what is charged."""
 
+import argparse
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,12 +11,14 @@ from commands import as_json
 from data_files import digits, write_adult, write_cifar, write_images, write_imdb, write_mnist
 
 import ghostclip
-from ghostclip import accounting
+from ghostclip import accounting, datasets
 from ghostclip.cli import main, train
 from ghostclip.cli.methods import METHODS, Settings
-from ghostclip.cli.training import build
+from ghostclip.cli.plan import runs_of
+from ghostclip.cli.training import Keeping, build
 from ghostclip.cli.training import train as train_once
 from ghostclip.engine import micro_batching
+from ghostclip.events import SampledGaussian
 
 PRIVATE = [method for method in METHODS if method != "nonprivate"]
 QUICK = ["--epochs", "1", "--no-compare"]
@@ -103,6 +107,27 @@ def test_the_size_of_physical_batches_is_found_within_the_limit(capsys, monkeypa
     assert (found["settings"]["max_physical_batch_size"], found["settings"]["memory_limit"]) == ("auto", limit)
     assert given == [limit]
     assert max(sizes) == 30
+
+
+def test_a_network_of_good_features_has_their_mean_first(tmp_path):
+    parser = argparse.ArgumentParser()
+    train.add_train(parser)
+    plan = next(runs_of(parser.parse_args(["--model", "oriented", "--epsilon", "1"]), 1437))
+    kept = Keeping(tmp_path / "kept", None, resume=False)
+    few = replace(plan.settings, epochs=1, ledger=str(tmp_path / "run.ledger"))
+    noises = [(plan.settings.noise_multiplier, plan.steps), (plan.settings.mean_noise, 1)]
+    spent = accounting.epsilon_of([SampledGaussian(1.0, *each) for each in noises], delta=1e-5)
+    assert 0.99 < spent <= 1
+    assert plan.settings.mean_noise == pytest.approx(plan.settings.noise_multiplier * math.sqrt(0.88 / 0.12 / 8))
+    data = datasets.load("digits", None, None)
+    once = train_once(few, data, "private", lambda *step: None, keeping=kept)
+    assert once.model.centre.mean.norm() > 0.1
+    # One step and the mean; a run that goes on releases no other.
+    on = train_once(replace(few, epochs=2), data, "private", lambda *step: None, keeping=replace(kept, resume=True))
+    assert torch.equal(on.model.centre.mean, once.model.centre.mean)
+    for outcome, steps in ((once, 1), (on, 2)):
+        events = [SampledGaussian(1.0, few.noise_multiplier, steps), SampledGaussian(1.0, few.mean_noise)]
+        assert outcome.run.epsilons["PLD"] == pytest.approx(accounting.epsilon_of(events, delta=1e-5))
 
 
 def test_memory_that_holds_no_example_is_told_in_one_line(capsys):
