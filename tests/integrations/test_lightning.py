@@ -1,5 +1,8 @@
 """PrivacyCallback: steps are the hand-written ones, one logical batch is one global step, logs tell what was spent."""
 
+import os
+from typing import Any
+
 import pytest
 
 pytest.importorskip("lightning")
@@ -8,6 +11,9 @@ import lightning
 import lightning_runs as lr
 import private_runs as runs
 import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from ranks import on_ranks
 
 from ghostclip import accounting
 from ghostclip.integrations.lightning.fitting import TrainLoader, length_of
@@ -15,6 +21,8 @@ from ghostclip.integrations.lightning.fitting import TrainLoader, length_of
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*is supported for historical reasons:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:It is recommended to use .self.log:UserWarning"),
 ]
 
 
@@ -176,3 +184,28 @@ def test_validation_and_bfloat16(tmp_path):
     assert 0 <= trainer.callback_metrics["accuracy"] <= 1
     assert steps.weights[-1][0].dtype == torch.float32
     lr.assert_steps_are_hand_written(steps, 2e-2)
+
+
+def as_rank() -> dict[str, Any]:
+    """Settings of Trainer or Fabric in one of the forked processes, whose group is there already."""
+    rank = str(dist.get_rank())
+    os.environ.update({"LOCAL_RANK": rank, "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    return {"devices": 2, "strategy": "ddp", "plugins": [LightningEnvironment()]}
+
+
+def fitted(folder: Any, manual: bool, **settings: Any) -> Any:
+    module, steps = lr.Module(manual), lr.Steps()
+    trainer, callback = lr.fit(folder, module, callbacks=[steps], precision="64-true", engine=lr.EXACT, **settings)
+    sizes = [sum(each) for each in steps.sizes]
+    return steps.weights[-1], sizes, trainer.global_step, callback.engine.steps_taken
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_two_processes_fit_as_one(manual, tmp_path):
+    first, second = on_ranks(lambda: fitted(tmp_path / "fit", manual, **as_rank()), tmp_path)
+    alone = fitted(tmp_path, manual)
+    for one, other, expected in zip(first[0], second[0], alone[0], strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-12)
+    assert [sum(each) for each in zip(first[1], second[1], strict=True)] == alone[1]  # shares of the same samples
+    assert first[2:] == second[2:] == alone[2:] == (6, 6)

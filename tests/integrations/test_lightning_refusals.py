@@ -7,6 +7,7 @@ pytest.importorskip("lightning")
 import lightning_runs as lr
 import private_runs as runs
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
@@ -15,7 +16,7 @@ from ghostclip import (
     PrivacyError,
     UnsupportedModelError,
 )
-from ghostclip.integrations.lightning import PrivacyCallback
+from ghostclip.integrations.lightning import PrivacyCallback, setup_fabric
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 
@@ -147,3 +148,16 @@ def test_gradients_are_not_there_yet_before_the_optimizer_s_step(tmp_path):
 def test_options(options, words):
     with pytest.raises(TypeError, match=words):
         PrivacyCallback(**options)
+
+
+def test_precisions_and_strategies_of_fabric_are_refused():
+    model = runs.network()
+    made = model, torch.optim.SGD(model.parameters(), lr=lr.RATE), runs.data()
+    with pytest.raises(PrivacyError, match="precision='16-true'"):
+        setup_fabric(Fabric(accelerator="cpu", devices=1, precision="16-true"), *made)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(TypeError, match="'sigmas' is no option"):
+        setup_fabric(fabric, *made, sigmas=1.0)
+    fabric.strategy.__class__ = type("DeepSpeedStrategy", (type(fabric.strategy),), {})
+    with pytest.raises(PrivacyError, match="DeepSpeedStrategy"):
+        setup_fabric(fabric, *made)
