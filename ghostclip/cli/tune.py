@@ -64,7 +64,7 @@ class _Trainings:
     plan: PlannedRun
     data: Data
 
-    def train(self, candidate: dict[str, float]) -> dict[str, Any]:
+    def train(self, candidate: dict[str, Any]) -> dict[str, Any]:
         """One run: its test accuracy and its model."""
         settings: Settings = replace(self.plan.settings, **candidate)
         with bar("run", self.plan.steps, "step") as watch:
@@ -80,8 +80,9 @@ def run_tune(arguments: argparse.Namespace) -> int:
     build(arguments.model, data, arguments.seed)
     plan, candidates = _planned(arguments, len(data.train))
     noise, delta = plan.settings.noise_multiplier or 0.0, arguments.delta
-    run = {"noise_multiplier": noise, "sample_rate": plan.settings.batch_size / len(data.train), "steps": plan.steps}
-    search = {"expected_runs": arguments.expected_runs, "distribution": arguments.distribution}
+    rate = plan.settings.batch_size / len(data.train)
+    run: dict[str, Any] = {"noise_multiplier": noise, "sample_rate": rate, "steps": plan.steps}
+    search: dict[str, Any] = {"expected_runs": arguments.expected_runs, "distribution": arguments.distribution}
     best = selection.select(
         _Trainings(plan, data).train, candidates, score=lambda result: result["accuracy"], delta=delta,
         ledger=arguments.ledger, **run, **search,
@@ -109,14 +110,19 @@ def _planned(arguments: argparse.Namespace, examples: int) -> tuple[PlannedRun, 
     Raises:
         UsageError: options that contradict each other; ValueError: a value out of range.
     """
-    for one, several in (("learning_rate", "learning_rates"), ("max_norm", "max_norms")):
-        if getattr(arguments, one) is not None and getattr(arguments, several) is not None:
-            name = one.replace("_", "-")
+    for single, several in (("learning_rate", "learning_rates"), ("max_norm", "max_norms")):
+        if getattr(arguments, single) is not None and getattr(arguments, several) is not None:
+            name = single.replace("_", "-")
             raise UsageError(f"give --{name} for one value or --{name}s for candidates, not both")
     alone = vars(arguments) | {"ledger": None}
     plan = next(runs_of(argparse.Namespace(**alone), examples))
     if not plan.settings.noise_multiplier:
         raise UsageError("tune is for private training; leave out --method nonprivate and --noise-multiplier 0")
+    if plan.settings.mean_noise is not None:
+        raise UsageError(
+            f"each run of --model {arguments.model} releases a mean of features, too, which the charge of a search "
+            "doesn't cover; take another model"
+        )
     fixed = alone | {"epsilon": None, "noise_multiplier": plan.settings.noise_multiplier}
     candidates = []
     for rate, norm in product(arguments.learning_rates or [arguments.learning_rate],

@@ -59,7 +59,7 @@ def as_policy(clipping: Any) -> Policy | Groupwise:
         return CustomGroups(clipping.function, clipping.sensitivity, clipping.groups)
     if type(clipping) is Composed:
         return copy.deepcopy(clipping)  # it learns the groups of one model
-    if type(clipping) is PerLayer and clipping.has_patterns:
+    if type(clipping) is PerLayer and clipping.thresholds is not None and clipping.has_patterns:
         return Composed(thresholds=Fixed(clipping.thresholds))  # its sensitivity counts the layers of the model
     if type(clipping) in OWN or isinstance(clipping, (Adaptive, Clamped)):
         return clipping

@@ -84,6 +84,7 @@ def test_the_text_has_the_guarantee(path: Path, capsys: Any) -> None:
         (["--learning-rate", "1", "--learning-rates", "1", "2"], "give --learning-rate for one value"),
         (["--max-norms", "0"], "max_norm must be a finite number > 0"),
         (["--noise-multiplier", "0"], "tune is for private training"),
+        (["--model", "oriented"], "releases a mean of features, too, which the charge of a search doesn't cover"),
     ],
 )
 def test_mistakes_are_told_in_one_line(words: list[str], message: str, path: Path, capsys: Any) -> None:
