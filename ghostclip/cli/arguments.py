@@ -9,7 +9,16 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ["CommandParser", "OneLineParser", "UsageError", "as_bytes", "count_or_auto", "print_json"]
+__all__ = [
+    "CommandParser",
+    "Joined",
+    "OneLineParser",
+    "UsageError",
+    "as_bytes",
+    "count_or_auto",
+    "print_json",
+    "sizes",
+]
 
 BYTES = {"": 1, "B": 1} | {unit: 1000**power for power, unit in enumerate(("kB", "MB", "GB", "TB"), 1)}
 BYTES |= {unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)}
@@ -57,6 +66,21 @@ class CommandParser(OneLineParser):
         if prepare is not None:
             prepare(self)
         return super().parse_known_args(args, namespace)
+
+
+class Joined(argparse.Action):
+    """Stores the lists that an option was given one after another, as one list."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, [each for part in values for each in part])
+
+
+def sizes(text: str) -> list[int]:
+    """The numbers of ``3`` or ``1,8,8``. Raises ArgumentTypeError for anything else."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected sizes such as 1 8 8 or 1,8,8; got {text!r}") from None
 
 
 def count_or_auto(text: str) -> int | str:

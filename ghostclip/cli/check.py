@@ -16,13 +16,21 @@ from torch import Tensor, nn
 
 import ghostclip
 from ghostclip import models
-from ghostclip.cli.arguments import UsageError, print_json
+from ghostclip.cli.arguments import Joined, UsageError, print_json, sizes
 from ghostclip.validate import positive_int
 
 __all__ = ["add_check", "add_explain", "run_check", "run_explain"]
 
 IMAGE, TEXT, VOCABULARY = (1, 28, 28), (256,), 10_000
 TRIED = 5  # examples of a batch that is tried: few things but batches are as long
+LAYERS_ALONE = (
+    "nothing found in its layers; no batch was run, so what its forward does with examples was not tested: give "
+    "--input-shape, or call ghostclip.check(model, loss_fn, batch)"
+)
+WITH_BATCH = (
+    "nothing found in its layers, and none of {} random inputs changed another's output; your loss function and data "
+    "were not tested: ghostclip.check(model, loss_fn, loader)"
+)
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +50,10 @@ def run_check(arguments: argparse.Namespace) -> int:
     inputs = _random_inputs(arguments)
     findings = ghostclip.check(model, None if inputs is None else _losses, inputs)
     if arguments.json:
-        print_json({"model": arguments.model, "trainable": not findings, "findings": [asdict(f) for f in findings]})
+        shown = {"model": arguments.model, "trainable": not findings, "findings": [asdict(f) for f in findings]}
+        print_json({**shown, "tested": ["layers"] if inputs is None else ["layers", "random inputs"]})
     elif not findings:
-        print(f"{arguments.model}: nothing stands in the way of private training")
+        print(f"{arguments.model}: {LAYERS_ALONE if inputs is None else WITH_BATCH.format(len(inputs))}")
     else:
         print(f"{arguments.model}: {len(findings)} thing(s) to change")
         for number, finding in enumerate(findings, 1):
@@ -102,7 +111,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add, names = parser.add_argument, ", ".join(models.NAMES)
     add("model", help=f"one of {names}, or module:factory, a callable that makes your model")
     shape = "shape of one input (default for the named models: 1 28 28, transformer: 256)"
-    add("--input-shape", type=int, nargs="+", metavar="N", help=shape)
+    add("--input-shape", type=sizes, nargs="+", action=Joined, metavar="N", help=shape)
     ids = "inputs are token ids below N (default for transformer: 10000)"
     add("--vocabulary-size", type=int, metavar="N", help=ids)
     add("--classes", type=int, default=10, help="outputs of the named models (default: 10)")
@@ -151,8 +160,8 @@ def _random_inputs(arguments: argparse.Namespace) -> Tensor | None:
     """Inputs ``[batch_size, *input_shape]``; None when the shape is not known."""
     if arguments.input_shape is None:
         return None
-    sizes = (positive_int(input_shape=size) for size in arguments.input_shape)
-    shape = [positive_int(batch_size=arguments.batch_size), *sizes]
+    of_one = (positive_int(input_shape=size) for size in arguments.input_shape)
+    shape = [positive_int(batch_size=arguments.batch_size), *of_one]
     if arguments.vocabulary_size is not None:
         # Id 0 is left out: models take it for padding, and a text of padding alone has no mean.
         return torch.randint(1, max(2, positive_int(vocabulary_size=arguments.vocabulary_size)), shape)

@@ -37,7 +37,10 @@ log = logging.getLogger("ghostclip")
 
 
 def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Any = None) -> list[Finding]:
-    """Lists all obstacles to training ``model`` privately; [] if there are none. It changes nothing.
+    """Lists the obstacles to training ``model`` privately; [] if none is found. It changes nothing.
+
+    ``check(model)`` looks at the layers alone and runs nothing: examples that the forward itself mixes, by
+    ``x - x.mean(0)`` for instance, are found with ``loss_fn`` and ``batch`` only.
 
     Args:
         model: any torch module.

@@ -105,6 +105,7 @@ def test_calibrated_noise_keeps_the_target_as_printed(capsys):
         (["check", "networks:number"], "TypeError: 'int' object is not callable"),
         (["explain", "networks:bad"], "the model can't be clipped exactly as it is"),
         (["explain", "networks:good", "--input-shape", "7"], "does not take random inputs of shape [32, 7]"),
+        (["check", "networks:good", "--input-shape", "7,x"], "expected sizes such as 1 8 8 or 1,8,8; got '7,x'"),
         (["explain", "networks:broken", "--input-shape", "7"], "KeyError: 'no such thing'"),
         (["train", "--data", "mnist"], "--data mnist needs --data-dir"),
         (
@@ -154,7 +155,7 @@ def test_a_mistake_is_one_line(capsys, networks, arguments, expected):
 
 
 def test_check_tells_findings_by_its_status(capsys, networks):
-    assert "nothing stands in the way" in ran(capsys, "check", "lstm")
+    assert "none of 5 random inputs changed another's output; your loss function" in ran(capsys, "check", "lstm")
     assert "networks:bad: 2 thing(s) to change" in ran(capsys, "check", "networks:bad", status=1)
     found = as_json(capsys, "check", "networks:bad", status=1)
     assert [finding["path"] for finding in found["findings"]] == ["1", "2"]
@@ -162,12 +163,13 @@ def test_check_tells_findings_by_its_status(capsys, networks):
 
 
 def test_check_tries_random_inputs_and_names_the_line(capsys, networks):
-    assert "nothing stands in the way" in ran(capsys, "check", "networks:centred")
+    assert "no batch was run, so what its forward does" in ran(capsys, "check", "networks:centred")
+    assert as_json(capsys, "check", "networks:centred")["tested"] == ["layers"]
     shown = ran(capsys, "check", "networks:centred", "--input-shape", "3", status=1)
     number = NETWORKS.splitlines().index("        return x - x.mean(0)") + 1
     assert "1: Centred: what it gives for example 1 depends" in shown
     assert f"[networks.py:{number}: return x - x.mean(0)]" in shown
-    assert "nothing stands in the way" in ran(capsys, "check", "networks:good", "--input-shape", "2", "3")
+    assert "none of 5 random inputs" in ran(capsys, "check", "networks:good", "--input-shape", "2,3")
 
 
 def test_explain_shows_the_plan(capsys, networks):
