@@ -160,8 +160,12 @@ def _listed(findings: Sequence[Finding]) -> str:
     """A numbered line for each problem, with the names of all modules that have it."""
     places: dict[Finding, list[str]] = {}
     for finding in findings:
-        places.setdefault(replace_of(finding, path=""), []).append(finding.path or "the model itself")
-    lines = [replace_of(finding, path=", ".join(paths)) for finding, paths in places.items()]
+        places.setdefault(replace_of(finding, path=""), []).append(finding.path)
+    names = {finding: ", ".join(path or "the model itself" for path in paths) for finding, paths in places.items()}
+    # Many layers have numbers as names.
+    lines = [
+        replace_of(finding, path=f"module {name}" if any(places[finding]) else name) for finding, name in names.items()
+    ]
     return "\n".join(f"  {number}. {line}" for number, line in enumerate(lines, 1))
 
 

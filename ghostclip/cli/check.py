@@ -57,7 +57,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     else:
         print(f"{arguments.model}: {len(findings)} thing(s) to change")
         for number, finding in enumerate(findings, 1):
-            print(f"  {number}. {finding}")
+            print(f"  {number}. {'module ' if finding.path else ''}{finding}")
     return 1 if findings else 0
 
 

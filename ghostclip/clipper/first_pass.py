@@ -267,6 +267,12 @@ def check_losses(losses: Tensor, scale: float) -> None:
     """Raises LossShapeError or StaleInputError unless ``losses`` are one number per example, attached to a graph."""
     if not isinstance(losses, Tensor):
         raise LossShapeError(f"losses must be a tensor of shape [B], one per example; got {type(losses).__name__}")
+    if losses.dim() == 2 and losses.shape[0] == losses.shape[1]:
+        raise LossShapeError(
+            f"losses must have shape exactly [B], one per example; got {list(losses.shape)}, as outputs [B, 1] and "
+            "labels [B] give, which broadcast to [B, B]: give both one shape, by outputs[:, 0] for instance. Average "
+            "token losses [B, T] over each text's own tokens, (losses * mask).sum(1) / mask.sum(1)"
+        )
     if losses.dim() != 1:
         raise LossShapeError(
             f'losses must have shape exactly [B], one per example; got {list(losses.shape)}. Use reduction="none", and '

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["compare_with_loop"]
 
+SHOWN = 4  # parameters, groups and norms that a message lists
+
 
 def compare_with_loop(
     clipper: GhostClipper, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, tolerance: float | None
@@ -57,11 +59,13 @@ def compare_with_loop(
         )
     wrong = {name: error for name, error in worst.items() if not error <= tolerance}
     if wrong:
-        listed = ", ".join(f"{name} ({error:.2g})" for name, error in sorted(wrong.items(), key=lambda w: -w[1]))
+        listed = [f"{name} ({error:.2g})" for name, error in sorted(wrong.items(), key=lambda w: -w[1])]
+        more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
         raise VerificationError(
             f"norms or clipped sums differ from the loop over single examples by more than {tolerance:g} (relative): "
-            f"{listed}. The losses of a batch may depend on more than one example, or a layer's rule is wrong; "
-            f"norms by clipper {_first(result.norms)}, of the whole gradients by loop {_first(whole)}"
+            f"{', '.join(listed[:SHOWN])}{more}\n"
+            "Losses depend on other examples, which ghostclip.check(model, loss_fn, batch) finds, or a layer's rule is "
+            f"wrong.\nNorms by the clipper: {_first(result.norms)}, of the whole gradients by the loop: {_first(whole)}"
         )
     return max(worst.values(), default=0.0)
 
@@ -82,7 +86,9 @@ def _weights(policy: Policy | Groupwise, loop: list[dict[str, Tensor]], whole: T
 
 def _first(norms: Any) -> Any:
     """A few norms, for a message."""
-    return {g: _first(n) for g, n in norms.items()} if isinstance(norms, dict) else norms.tolist()[:4]
+    if isinstance(norms, dict):
+        return {group: _first(norm) for group, norm in list(norms.items())[:SHOWN]}
+    return [float(f"{norm:.4g}") for norm in norms.tolist()[:SHOWN]]
 
 
 def _gradients(loss: Tensor, trained: dict[str, nn.Parameter]) -> dict[str, Tensor]:

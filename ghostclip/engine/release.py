@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import Composed, GlobalNoise
 from ghostclip.engine.adaptation import Adaptation, adapts
+from ghostclip.engine.changes import MidRunChanges
 from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.loss_scaling import SCALED, LossScaling, show_scaling
 from ghostclip.engine.micro_batching import MicroBatches
@@ -87,6 +88,7 @@ class Release:
         self.ranks.sharding = clipper.sharding
         self.sums, self.updates = ClippedSums(clipper), UpdateCheck(clipper.model, clipper.sharding)
         self._readable = ReadableExamples(self.ranks.leads)
+        self._changes = MidRunChanges(clipper.model, optimizer, self.ranks.leads)
         self._owned = set(clipper.model.parameters())
         policy: Any = clipper.clipping
         self._adaptation = Adaptation(policy) if adapts(policy) else None
@@ -159,6 +161,7 @@ class Release:
         """Ends the logical batch, whatever its state, without a charge of its own; it doesn't come again."""
         self.begin(None)
         self._ended = None
+        self._changes.forget()
 
     def discard(self) -> None:
         """Drops the sums and counts that were gathered; charges nothing."""
@@ -184,6 +187,11 @@ class Release:
     def current(self, caller: str) -> LogicalBatch:
         """The logical batch that may have its step; raises PrivacyError, which names the caller, when there is none."""
         if self.batch is None or not self.batch.state.is_open:
+            if self.state is BatchState.STEPPED:
+                raise PrivacyError(
+                    f"{caller} was called twice for one logical batch, or after its step: each batch of "
+                    "engine.batches() has one step, and nothing belongs to it after that"
+                )
             raise PrivacyError(
                 f"{caller} was called without a logical batch of its own, so nothing could be accounted for; call it "
                 "once for each batch (not one of a DataLoader of yours), inside of `for batch in engine.batches()`"
@@ -268,6 +276,7 @@ class Release:
             self.updates.expect()
             self.clipper.sharding.reshard()
             stepped = [parameter for parameter in held if parameter.requires_grad]
+            self._changes.look(stepped)
             self.sums.put_in_place(stepped, self._private(stepped, self.sums.complete(stepped)))
             batch.state = BatchState.RELEASED
             if self.self_check is not None:

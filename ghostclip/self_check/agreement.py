@@ -102,10 +102,11 @@ def _refuse(errors: Sequence[tuple[float, str]], tolerance: float) -> None:
         return
     said = [f"{name} ({error:.2g})" for name, error in sorted(wrong.items(), key=lambda each: -each[1])]
     raise VerificationError(
-        f"the first batch's self-check found gradients that aren't autograd's own, off by more than {tolerance:g} "
-        f"(relative): {_listed(said)}. The layer's gradient rule is wrong (per_example of a GhostLayer), or a backward "
-        "in it can't run twice over one graph; GhostClipper.verify(loss_fn, batch) compares every example. Nothing was "
-        "released or charged. The errors depend on private data: for debugging, not for release"
+        f"the self-check of the first batch found gradients that aren't autograd's own, off by more than {tolerance:g} "
+        f"(relative): {_listed(said)}\n"
+        "The layer's gradient rule is wrong (per_example of a GhostLayer), or a backward in it can't run twice over "
+        "one graph; GhostClipper.verify(loss_fn, batch) compares every example.\n"
+        "Nothing was released or charged. The errors depend on private data: for debugging, not for release"
     )
 
 

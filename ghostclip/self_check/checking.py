@@ -16,7 +16,7 @@ from ghostclip.clipper import per_example_norms
 from ghostclip.clipper.trial import without_trace
 from ghostclip.errors import GhostClipError
 from ghostclip.graph.source_lines import line_of
-from ghostclip.self_check.first_steps import MOST
+from ghostclip.self_check.first_steps import CHECKED, MOST
 from ghostclip.self_check.loading import LoadedRows, rows_of
 from ghostclip.self_check.mixing import REMEDY_OF_KEPT, MixingTest
 from ghostclip.self_check.trial_losses import LossFunction, TrialLosses
@@ -65,7 +65,10 @@ def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Any = No
     known = {finding.path for finding in findings}
     rows = _rows(model, loss_fn, batch)
     findings += [each for each in _mixing(TrialLosses(loss_fn, model, rows)) if each.path not in known]
-    return findings or _refusal(model, loss_fn, rows.load(range(len(rows))).batch)
+    findings = findings or _refusal(model, loss_fn, rows.load(range(len(rows))).batch)
+    if not findings:
+        CHECKED.add(model)
+    return findings
 
 
 def _rows(model: nn.Module, loss_fn: LossFunction, batch: Any) -> LoadedRows:

@@ -33,6 +33,9 @@ MOST, FEW = 32, 16
 
 NOTHING_RELEASED = "Nothing of this batch was released or charged (self_check=False switches this test off)"
 
+# Models of which `ghostclip.check` found nothing on a batch.
+CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
 log = logging.getLogger("ghostclip")
 
 
@@ -125,7 +128,7 @@ class SelfCheck:
             log.info(
                 "the self-check loads at most %d examples again and calls the loss function a few times more in each "
                 "of the first %d steps, for one in %d physical batches later, and for batches larger in some dimension "
-                "than all before; self_check=False turns it off",
+                "than all before",
                 MOST, STEPS, SELDOM,
             )  # fmt: skip
         self._seen, self._left, self._told = weakref.ref(logical), self._left - 1, True
@@ -150,15 +153,15 @@ class SelfCheck:
         if (kept := test.kept()) is not None:
             raise ExamplesMixError(
                 f"the self-check found that the forward keeps something of the examples in the {kept[0]} "
-                f"{kept[1]!r}, which would be used or published with the model without noise; {REMEDY_OF_KEPT}. "
-                f"{NOTHING_RELEASED}"
+                f"{kept[1]!r}, which would be used or published with the model without noise\n"
+                f"Remedy: {REMEDY_OF_KEPT}.\n{NOTHING_RELEASED}"
             )
         if (mixed := test.mixed()) is not None:
             path, line = f"{mixed.path}: " if mixed.path else "", f" [{mixed.line}]" if mixed.line else ""
             raise ExamplesMixError(
                 "the self-check found examples that mix: an example's loss depends on the data of another, or on how "
-                f"many there are, so that none can be bounded: {path}{mixed.problem}{line}; {mixed.remedy}. "
-                f"{NOTHING_RELEASED}"
+                f"many there are, so that none can be bounded: {path}{mixed.problem}{line}\n"
+                f"Remedy: {mixed.remedy}.\n{NOTHING_RELEASED}"
             )
 
     def _say(self, reason: str) -> None:
@@ -175,7 +178,7 @@ class SelfCheck:
         except VerificationError:
             raise
         except Exception as error:
-            log.info("gradients are not compared on %d rows: %s: %s", len(few), type(error).__name__, error)
+            log.info("gradients are not compared on some examples: %s: %s", type(error).__name__, error)
 
     def backward(self, losses: Tensor) -> None:
         """Compares a few of the per-example gradients with autograd's and keeps the graph of the losses [B].
@@ -190,15 +193,15 @@ class SelfCheck:
             self._to_compare, self._unused = unused is None, unused or []
 
     def cannot_compare(self) -> None:
-        """Says once that losses came without a loss function; not where a step with one was taken before."""
+        """Says once that losses came without a loss function; not after a step with one, or `ghostclip.check`."""
         if self._wanted and not self._told:
             self._told = True
-            log.warning(
-                "engine.backward() gets no loss function, so the self-check can't test whether a loss depends on other "
-                "examples of its batch (by padding to the longest, for instance), nor whether the model keeps "
-                "something of them: call ghostclip.check(model, loss_fn, batch) once, with the DataLoader as the "
-                "batch, or take the first steps by engine.step(batch, loss_fn)"
-            )
+            if self._model not in CHECKED:
+                log.warning(
+                    "a loop that computes its own losses has no test of whether a loss depends on other examples of "
+                    "its batch, by padding to the longest for instance: call ghostclip.check(model, loss_fn, loader) "
+                    "once before it"
+                )
 
     def released(self, held: Collection[nn.Parameter]) -> None:
         """To be called when the noisy gradients of the optimizer's parameters ``held`` are in place."""

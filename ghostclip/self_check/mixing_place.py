@@ -29,6 +29,10 @@ __all__ = ["mixing_place"]
 LOSS_REMEDY = (
     'compute each loss from its own example only (reduction="none"), and mix no examples in the collate function'
 )
+BROADCAST_REMEDY = (
+    "something in it is [B, B], as outputs [B, 1] with labels [B] are: give both one shape, by outputs[:, 0] for "
+    f"instance; else {LOSS_REMEDY}"
+)
 MODULE_REMEDY = (
     "use a layer that treats each example by itself (GroupNorm for BatchNorm, an expert's capacity within an example), "
     "and compare no examples of one batch"
@@ -56,7 +60,8 @@ def mixing_place(model: nn.Module, losses_of: Callable[[Sequence[int]], Tensor],
         line = "" if place is None else place.line
         if place is None or place.path is None:
             problem = f"the loss of example {moved} depends on the data of example {changed}"
-            return Finding("", problem, LOSS_REMEDY, line)
+            broadcasts = any(len(each.rows) > 1 and each.path is None for each in after.operations)
+            return Finding("", problem, BROADCAST_REMEDY if broadcasts else LOSS_REMEDY, line)
         kind = type(model.get_submodule(place.path)).__name__
         problem = f"{kind}: what it gives for example {example} depends on the data of example {changed}"
         return Finding(place.path, problem, MODULE_REMEDY, line)

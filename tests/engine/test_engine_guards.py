@@ -51,7 +51,7 @@ def a_plain_backward(engine: PrivacyEngine) -> None:
     ("mistake", "message"),
     [
         (lambda engine: None, r"optimizer\.step\(\) was called without a logical batch.*engine\.batches\(\)"),
-        (a_second_step, "without a logical batch"),
+        (a_second_step, "called twice for one logical batch"),
         (without_a_backward, r"after 0 of the \d+ physical batches.*engine\.backward\(\)"),
         (before_all_physical_batches, r"after 1 of the \d+ physical batches of this logical batch"),
         (plain_backwards, r"ran for 0 of the \d+ physical batches.*doesn't count"),
@@ -212,6 +212,8 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "losses": (torch.zeros(2, requires_grad=True), TypeError, r"got Tensor.*engine\.backward\(losses\)"),
     "one argument": (lambda model: model, TypeError, r"loss_fn\(model, examples\), which it can't be: too many"),
     "a mean": (lambda model, batch: runs.losses_of(model, batch).mean(), LossShapeError, r'reduction="none"'),
+    "[B, 1] and [B]": (lambda m, b: (m(b[0])[:, :1] - b[1]).square(), LossShapeError, r"outputs \[B, 1\] and labels"),
+    "their mean": (lambda m, b: (m(b[0])[:, :1] - b[1]).square().mean(1), VerificationError, r"outputs \[B, 1\] with"),
     "a mean for each": (blown_up, VerificationError, r'own example only \(reduction="none"\)'),
 }
 
@@ -220,7 +222,9 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
 def test_another_thing_in_the_loss_function_s_place(engine: PrivacyEngine, name: str) -> None:
     loss_fn, error, message = MISTAKES[name]
     batch = next(runs.nonempty(engine))
-    runs.assert_refused(engine, error, message, lambda: engine.step(batch, loss_fn))
+    raised = runs.assert_refused(engine, error, message, lambda: engine.step(batch, loss_fn))
+    assert max(map(len, str(raised.value).splitlines())) < 500
+    assert len(raised.traceback) == 3 or error is not LossShapeError  # two of this test, one of ours
 
 
 @pytest.mark.parametrize(

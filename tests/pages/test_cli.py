@@ -156,7 +156,7 @@ def test_a_mistake_is_one_line(capsys, networks, arguments, expected):
 
 def test_check_tells_findings_by_its_status(capsys, networks):
     assert "none of 5 random inputs changed another's output; your loss function" in ran(capsys, "check", "lstm")
-    assert "networks:bad: 2 thing(s) to change" in ran(capsys, "check", "networks:bad", status=1)
+    assert "networks:bad: 2 thing(s) to change\n  1. module 1: " in ran(capsys, "check", "networks:bad", status=1)
     found = as_json(capsys, "check", "networks:bad", status=1)
     assert [finding["path"] for finding in found["findings"]] == ["1", "2"]
     assert found["trainable"] is False

@@ -119,13 +119,14 @@ def plain_backward(model: nn.Module) -> None:
 
 def assert_refused(
     engine: PrivacyEngine, error: type[Exception], message: str, call: Callable[[], Any] | None = None
-) -> None:
+) -> pytest.ExceptionInfo[Exception]:
     """``call`` (optimizer.step) raises, moves no parameter and charges nothing; then training goes on."""
     before, charged = weights(engine.model), engine.steps_taken
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         (call or engine.optimizer.step)()
     assert torch.equal(weights(engine.model), before)
     assert engine.steps_taken == charged
     engine.optimizer.zero_grad()
     engine.step(next(nonempty(engine)), losses_of)
     assert engine.steps_taken == charged + 1
+    return raised
