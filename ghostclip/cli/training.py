@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ from ghostclip.report import PrivacyCurve, TrainingRun
 __all__ = ["Keeping", "Outcome", "Watch", "accuracy", "build", "norms_of", "train"]
 
 EVALUATION_BATCH = 512
+
+log = logging.getLogger("ghostclip")
 
 # Called after each step with its mean loss and the epsilon last computed (None before the first, or without privacy).
 Watch = Callable[[float, "float | None"], None]
@@ -145,10 +148,17 @@ def train(
     private = settings.noise_multiplier is not None
     kept = keeping.kept(steps, seen) if keeping and isinstance(steps, Ghost) else nullcontext(lambda: None)
     with kept as after_step:
+        taken = len(seen.losses)
         for loss in seen.losses:
             watch(loss, None)
         evaluation = Evaluation(model, data.test, epoch) if epoch else None
         _take(steps, seen, watch, marks if private else (), evaluation, after_step)
+    if keeping and keeping.resume and len(seen.losses) == taken:
+        log.info(
+            "the run at %s had ended: nothing was trained, and the figures are those of its %d steps",
+            keeping.path,
+            taken,
+        )
     run = TrainingRun(
         name=name,
         method=settings.method,

@@ -16,11 +16,17 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from huggingface_hub import ModelCard
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ghostclip.integrations import missing
+
+try:
+    from huggingface_hub import ModelCard
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ModuleNotFoundError as error:
+    raise missing(error, "huggingface") from None
 
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import BudgetExceededError, PrivacyError
@@ -33,7 +39,13 @@ from ghostclip.integrations.huggingface_loop import (
     is_whole,
 )
 from ghostclip.integrations.huggingface_losses import ComputeLosses, losses_for
-from ghostclip.integrations.huggingface_refusals import check_arguments, check_noise, check_trainer, warn_of_metrics
+from ghostclip.integrations.huggingface_refusals import (
+    check_arguments,
+    check_noise,
+    check_trainer,
+    refuse_spent,
+    warn_of_metrics,
+)
 from ghostclip.ledger import Ledger
 from ghostclip.sampling import LogicalBatch
 from ghostclip.sampling.loading import size_of
@@ -103,8 +115,12 @@ class PrivacyArguments(RefusesNames):
         if self.target_epsilon is not None:
             given["steps"] = steps
         # A step of a language model takes far longer than flushing its charge to the disk.
-        given["ledger"] = Ledger(self.ledger or os.path.join(folder, LEDGER), block=1)
+        given["ledger"] = self.ledger_in(folder)
         return given
+
+    def ledger_in(self, folder: str) -> Ledger:
+        """The ledger of a training whose ``output_dir`` is ``folder``."""
+        return Ledger(self.ledger or os.path.join(folder, LEDGER), block=1)
 
 
 class PrivateTrainer(Trainer):
@@ -182,6 +198,9 @@ class PrivateTrainer(Trainer):
                 it.
         """
         self._resume = self._whole_checkpoint(resume_from_checkpoint)
+        target = self.privacy.target_epsilon
+        if self._resume is None and target is not None and self.is_world_process_zero():
+            refuse_spent(self.privacy.ledger_in(str(self.args.output_dir)), target, self.privacy.target_delta)
         try:
             output = super().train(self._resume, *others, **options)
         finally:

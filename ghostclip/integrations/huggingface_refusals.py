@@ -7,9 +7,14 @@ from typing import Any
 
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
-from ghostclip.errors import PrivacyError
+from ghostclip import accounting
+from ghostclip.errors import BudgetExceededError, PrivacyError
+from ghostclip.ledger import Ledger
 
-__all__ = ["check_arguments", "check_noise", "check_trainer", "warn_of_metrics"]
+__all__ = ["check_arguments", "check_noise", "check_trainer", "refuse_spent", "warn_of_metrics"]
+
+# Share of a target from which a ledger counts as spent: noise is calibrated to less than 1e-4 below it.
+SPENT = 0.99
 
 log = logging.getLogger("ghostclip")
 
@@ -98,6 +103,18 @@ def check_noise(noise_multiplier: float | None, target_epsilon: float | None) ->
         raise ValueError(
             "PrivacyArguments takes either noise_multiplier, or target_epsilon to have it calibrated for the steps "
             f"of the training; got {'neither' if noise_multiplier is None else 'both'}"
+        )
+
+
+def refuse_spent(ledger: Ledger, target_epsilon: float, delta: float) -> None:
+    """Raises BudgetExceededError where a training before this one spent the target, before any noise is calibrated."""
+    events = ledger.events if ledger.path.exists() else []
+    spent = accounting.epsilon_of(events, delta=delta)
+    if spent >= SPENT * target_epsilon:
+        raise BudgetExceededError(
+            f"this output_dir was trained before: {ledger.path} has {sum(event.count for event in events):,} steps, "
+            f"which spent epsilon {spent:.4g} of {target_epsilon:g}. Take another output_dir (the same data then spend "
+            "both), raise target_epsilon, or load the trained model from its last checkpoint"
         )
 
 

@@ -12,7 +12,9 @@ pytest.importorskip("safetensors")
 from tiny_trainers import charged, data, gpt2, repeatable, trainer  # noqa: E402
 
 from ghostclip.errors import BudgetExceededError, LedgerError, PrivacyError  # noqa: E402
+from ghostclip.events import SampledGaussian  # noqa: E402
 from ghostclip.integrations.huggingface import PrivacyArguments  # noqa: E402
+from ghostclip.ledger import Ledger  # noqa: E402
 
 
 class Stop(transformers.TrainerCallback):
@@ -78,6 +80,17 @@ def test_a_training_within_a_target_ends_early_for_them(tmp_path, caplog):
     assert "training ends after step 11 of 12" in caplog.text
     with pytest.raises(BudgetExceededError, match="all 12 planned steps"):
         run(tmp_path, **options)
+
+
+def test_a_target_that_was_spent_before_is_refused_before_any_work(tmp_path):
+    account = Ledger(tmp_path / "privacy.ledger").account()
+    account.charge(SampledGaussian(1.0, 1.0))
+    account.close()
+    subject = trainer(tmp_path, privacy=PrivacyArguments(target_epsilon=1.0))
+    with pytest.raises(BudgetExceededError, match="this output_dir was trained before") as raised:
+        subject.train()
+    assert subject.engine is None
+    assert len(raised.traceback) == 3
 
 
 def test_a_checkpoint_that_was_not_written_to_its_end_is_left_out(tmp_path, caplog):

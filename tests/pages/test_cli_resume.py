@@ -64,6 +64,9 @@ def test_an_interrupted_run_goes_on_and_forgets_nothing(
     run = trained(capsys, "--checkpoint", folder, "--resume")
     assert run["steps"] == len(run["losses"]) == STEPS
     assert run["epsilons"]["PLD"] == spent(STEPS)
+    assert "nothing was trained" not in capsys.readouterr().err
+    assert main([*RUN, "--checkpoint", str(folder), "--resume"]) == 0
+    assert f"the run at {folder} had ended: nothing was trained" in capsys.readouterr().err
     assert steps_at(folder) == STEPS
     assert sum(event.count for event in Ledger(f"{folder}.ledger").events) == STEPS
 

@@ -3,7 +3,12 @@
 A batch of the Trainer is a logical batch of the engine, so that one step of the engine is one ``global_step``.
 """
 
-from ghostclip.integrations.lightning.callback import PrivacyCallback
-from ghostclip.integrations.lightning.fabric import setup_fabric
+from ghostclip.integrations import missing
+
+try:
+    from ghostclip.integrations.lightning.callback import PrivacyCallback
+    from ghostclip.integrations.lightning.fabric import setup_fabric
+except ModuleNotFoundError as error:
+    raise missing(error, "lightning") from None
 
 __all__ = ["PrivacyCallback", "setup_fabric"]
