@@ -18,8 +18,8 @@ __all__ = ["PLD_INTERVAL", "composed", "epsilon_by_losses", "grid_interval", "of
 PLD_INTERVAL = 1e-4
 # Total divergence up to which the grid is dp-accounting's own; beyond any useful epsilon.
 WIDE_LOSS = 20.0
-# More compositions than that are made step by step: dp-accounting raises the number of a coarse grid's points to their
-# power, or goes through them one at a time.
+# More compositions than AT_ONCE are made step by step. Beyond BY, dp-accounting's sparse distributions of a coarse grid
+# take seconds, since it raises their number of points to the power of the compositions, an integer of a million digits.
 AT_ONCE, BY = 10**6, 1000
 
 
@@ -46,11 +46,19 @@ def composed(events: Sequence[SampledRelease], interval: float) -> Any:
 
 def _composed(loss: Any, count: int) -> Any:
     """The loss distribution of so many releases."""
+    if count > BY:
+        loss = _dense(loss)
     if count <= AT_ONCE:
         return loss.self_compose(count)
     many, rest = divmod(count, BY)
     most = _composed(loss.self_compose(BY), many)
     return most.compose(loss.self_compose(rest)) if rest else most
+
+
+def _dense(loss: Any) -> Any:
+    """The same distribution, whose composition doesn't raise its number of points to the power of the releases."""
+    parts = [loss._pmf_remove] if loss._symmetric else [loss._pmf_remove, loss._pmf_add]
+    return type(loss)(*(part.to_dense_pmf() for part in parts))
 
 
 @lru_cache(maxsize=4)

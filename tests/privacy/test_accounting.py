@@ -3,12 +3,14 @@
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting import gaussian_mechanism, pld, rdp
+from dp_accounting.pld import pld_pmf
 from scipy import stats
 
 from ghostclip import accounting
@@ -218,6 +220,14 @@ def test_more_steps_than_are_composed_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert spent(2_345) == pytest.approx(at_once, rel=1e-6)
     monkeypatch.undo()
     assert spent(10**7 + 7) < spent(10**7 + 7, "rdp")
+
+
+def test_a_coarse_grid_is_composed_as_dp_accounting_does_without_its_large_integers(monkeypatch: Any) -> None:
+    event = SampledGaussian(0.01, 5.0)
+    expected = losses.of_one_release(event, 1e-3).self_compose(5_000).get_epsilon_for_delta(1e-5)
+    monkeypatch.setattr(pld_pmf.SparsePLDPmf, "self_compose", None)
+    found = losses.composed([replace(event, count=5_000)], 1e-3)
+    assert found.get_epsilon_for_delta(1e-5) == expected
 
 
 def test_targets_at_the_ends() -> None:
