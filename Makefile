@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DEMO   := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all test-wheel lint mutants fuzz bench experiments papers notebooks matrix docs gpu-check clean
@@ -17,7 +18,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-demo: install  ## train a CNN privately on handwritten digits, three seeds (a minute); report in reports/demo
+# The command line alone, unless everything is there already.
+$(DEMO): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -e $(STAMP) || $(BIN)/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt --editable ".[cli]"
+	touch $@
+
+demo: $(DEMO)  ## train a network privately on handwritten digits, three seeds (a minute); report in reports/demo
 	$(BIN)/python -m ghostclip train --model oriented --data digits --seeds 3 --report reports/demo
 
 test: install  ## the test suite, in two processes (2 to 6 minutes on two cores)

@@ -1,4 +1,4 @@
-"""What `ghostclip train` reached and spent, for its report and as text: a table of runs, a table of speeds."""
+"""What `ghostclip train` reached and spent, for its report and as a table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ghostclip.cli.training import Outcome, build, norms_of
 from ghostclip.datasets import Data
 from ghostclip.report import NormSnapshot, PrivacyCurve, Record, TrainingRun, grouped
 
-__all__ = ["record_of", "run_table", "speed_table", "with_forecast"]
+__all__ = ["record_of", "run_table", "with_forecast"]
 
 SPEED_SECONDS, SPEED_BATCH = 4.0, 128
 BASELINE = "nonprivate"
@@ -111,46 +111,34 @@ def _versions() -> dict[str, str]:
     return found | ({"commit": name} if (name := commit()) is not None else {})
 
 
-def run_table(runs: Sequence[TrainingRun], delta: float) -> str:
-    """One line a training: accuracy, epsilon by each accountant, noise, time. Under it, time that isn't training's."""
+def run_table(runs: Sequence[TrainingRun], delta: float, speeds: Mapping[str, float], batch_size: int) -> str:
+    """One line a training: accuracy, epsilon, seconds, and a step's time over that of ordinary training.
+
+    Args:
+        runs: of all trainings, those from other seeds included.
+        delta: at which epsilon is.
+        speeds: {method: examples a second} of a step of ``batch_size`` examples; {} where none was timed.
+    """
     groups = grouped(runs)
-    accountants = list(dict.fromkeys(name for group in groups for name in group.first.epsilons))
     several = any(len(group.runs) > 1 for group in groups)
-    rows = [
-        {
-            "training": run.name,
-            "mean accuracy" if several else "test accuracy": f"{group.mean('accuracy'):.1%}",
-            **(
-                {f"range of {len(group.runs)} runs": f"{min(group.accuracies):.1%} to {max(group.accuracies):.1%}"}
-                if several
-                else {}
-            ),
-            **{
-                f"epsilon ({name})": f"{run.epsilons[name]:.3f}" if name in run.epsilons else "-"
-                for name in accountants
-            },
-            "noise": "-" if run.noise_multiplier is None else f"{run.noise_multiplier:.3f} {run.noise or ''}".rstrip(),
-            "examples/s": f"{group.mean('examples_per_second'):,.0f}",
-            "seconds": f"{group.mean('seconds'):.1f}",
-        }
-        for group in groups
-        for run in [group.first]
-    ]
-    note = (
-        f"\nepsilon is at delta {delta:g}, for data sets that differ by one example's presence" if accountants else ""
-    )
+    notes = [f"epsilon is by PLD at delta {delta:g}"] if any(run.epsilons for run in runs) else []
+    rows = []
+    for group in groups:
+        run, range_of = group.first, f"{min(group.accuracies):.1%} to {max(group.accuracies):.1%}"
+        row = {"training": run.name, "mean accuracy" if several else "test accuracy": f"{group.mean('accuracy'):.1%}"}
+        row |= {f"range of {len(group.runs)} runs": range_of} if several else {}
+        row |= {"epsilon": f"{run.epsilons['PLD']:.2f}" if "PLD" in run.epsilons else "none"} if notes else {}
+        row["seconds"] = f"{group.mean('seconds'):.1f}"
+        if speeds:
+            # "auto" keeps what it can, as "cached" does.
+            speed = speeds.get("cached" if run.method == "auto" else run.method)
+            row["step time"] = "-" if speed is None else f"{speeds[BASELINE] / speed:.2f}"
+        rows.append(row)
+    if speeds:
+        notes.append(f"step time is over an ordinary step's of the same {batch_size} examples")
     apart = {name: sum(group.total(f"{name}_seconds") for group in groups) for name in ("calibration", "compilation")}
-    time = " and ".join(f"{seconds:.1f} s of {name}" for name, seconds in apart.items())
-    return _aligned([list(rows[0]), *(list(row.values()) for row in rows)]) + f"{note}\nseconds are without {time}"
-
-
-def speed_table(speeds: Mapping[str, float], batch_size: int) -> str:
-    """One line a method: examples a second of its training step, and its time over non-private training's."""
-    lines = [
-        [name.replace("nxbp", "nxbp, the naive loop"), f"{speed:,.0f}", f"{speeds[BASELINE] / speed:.2f}"]
-        for name, speed in sorted(speeds.items(), key=lambda item: -item[1])
-    ]
-    return _aligned([[f"one step of {batch_size} examples", "examples/s", "time over non-private"], *lines])
+    notes.append("seconds are without " + " and ".join(f"{seconds:.1f} s of {name}" for name, seconds in apart.items()))
+    return "\n".join([_aligned([list(rows[0]), *(list(row.values()) for row in rows)]), *notes])
 
 
 def _aligned(table: list[list[str]]) -> str:

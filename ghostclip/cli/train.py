@@ -19,7 +19,7 @@ from ghostclip.cli.arguments import UsageError, as_bytes, count_or_auto, print_j
 from ghostclip.cli.methods import METHODS, OPTIMIZERS, Ghost
 from ghostclip.cli.plan import DEFAULT_EPOCHS, DEFAULT_EPSILON, PlannedRun, runs_of, wants_comparison
 from ghostclip.cli.progress import bar
-from ghostclip.cli.summary import record_of, run_table, speed_table
+from ghostclip.cli.summary import record_of, run_table
 from ghostclip.cli.training import Keeping, Outcome, build, train
 from ghostclip.datasets import Data
 from ghostclip.report import Record
@@ -227,9 +227,7 @@ def _print(record: Record, page: Path | None, delta: float) -> None:
     """The results as text."""
     examples = record.settings["training examples"], record.settings["test examples"]
     print(f"{record.title}: {examples[0]:,} training examples, {examples[1]:,} test examples\n")
-    print(run_table(record.runs, delta))
-    if record.speeds:
-        print("\n" + speed_table(record.speeds, record.speed_batch_size))
+    print(run_table(record.runs, delta, record.speeds, record.speed_batch_size))
     if page is not None:
         print(f"\nreport: {page}")
 

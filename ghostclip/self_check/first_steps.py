@@ -178,7 +178,7 @@ class SelfCheck:
         except VerificationError:
             raise
         except Exception as error:
-            log.info("gradients are not compared on some examples: %s: %s", type(error).__name__, error)
+            log.info("gradients are not compared on %d rows: %s: %s", len(few), type(error).__name__, error)
 
     def backward(self, losses: Tensor) -> None:
         """Compares a few of the per-example gradients with autograd's and keeps the graph of the losses [B].

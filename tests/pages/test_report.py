@@ -12,6 +12,7 @@ import pytest
 from matplotlib import image
 
 from ghostclip import report
+from ghostclip.cli.summary import run_table
 from ghostclip.report import NormSnapshot, PrivacyCurve, Record, TrainingRun, plots
 
 EPSILONS, LOSSES = {"PLD": 7.99, "RDP": 8.75}, [2.3, math.nan, 1.25]
@@ -41,6 +42,17 @@ OTHER_SEED = replace(
 LOWER = replace(
     PRIVATE, name="private, epsilon 3", epsilons={"PLD": 2.99, "RDP": 3.5}, accuracy=0.8, calibration_seconds=1.0
 )
+
+
+def test_the_table_of_a_command_has_accuracy_epsilon_and_time():
+    shown = run_table([PRIVATE, OTHER_SEED, PLAIN], 1e-5, RECORD.speeds, 64).splitlines()
+    assert [re.split("  +", line.strip()) for line in (shown[0], *shown[2:4])] == [
+        ["training", "mean accuracy", "range of 2 runs", "epsilon", "seconds", "step time"],
+        ["private, epsilon 8", "94.4%", "93.4% to 95.4%", "7.99", "3.8", "2.00"],
+        ["non-private <b>", "98.5%", "98.5% to 98.5%", "none", "1.0", "1.00"],
+    ]
+    assert shown[5] == "step time is over an ordinary step's of the same 64 examples"
+    assert "step time" not in run_table([PLAIN], 1e-5, {}, 0)
 
 
 @pytest.fixture(scope="module")
