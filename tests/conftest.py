@@ -32,6 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Tests that need a GPU are counted in the last line, not shown one by one."""
+    if report.skipped and "no CUDA device" in str(report.longrepr):
+        return "need a GPU", "", "NEEDS A GPU"
+    return None
+
+
 def pytest_collection_finish() -> None:
     """Garbage is not looked for among the tests themselves: looking took a tenth of the time of all."""
     gc.collect()
