@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted([*globals().get("__all__", ()), "__version__"])
+
+
 def _load() -> None:
     """Imports torch and makes the public names attributes of this package."""
     public = importlib.import_module(f"{__name__}.public")

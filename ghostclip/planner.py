@@ -55,9 +55,9 @@ class StrategyChoice:
     run: StrategyRun | None = field(default=None, repr=False, compare=False)
 
 
-SOLE = StrategyChoice("exact", False, "the only way")
+SOLE = StrategyChoice("one formula", False, "nothing to choose")
 EMPTY = StrategyChoice("any", False, "an empty batch")
-EXACT = StrategyChoice("exact", False, "a faster form may have lost its digits")
+EXACT = StrategyChoice("no subtraction", False, "faster forms may have lost their digits")
 
 
 def milliseconds(run: Callable[[], object], device: torch.device, best: float = math.inf) -> float:

@@ -95,7 +95,7 @@ def _exact(rows: dict[str, Any]) -> Iterator[str]:
         yield f"## {kind[:1].upper()}{kind[1:]}\n"
         yield (
             "| model | library | what is particular | error | rounding | neighbours | measured | size | ordinary, ms "
-            "| auto | cached | memory, MB | auto | cached | |"
+            "| auto | cached | memory, MB | auto | cached | verdict |"
         )
         yield "|" + " --- |" * 15
         for name, row in rows.items():
@@ -139,7 +139,7 @@ def _slowest(rows: dict[str, Any]) -> Iterator[str]:
 def _others(rows: dict[str, Any]) -> Iterator[str]:
     others = {name: row for name, row in rows.items() if "worst" not in row.get("errors", {})}
     if others:
-        yield from ("## Not trained\n", "| model | library | what is particular | | what is said |")
+        yield from ("## Not trained\n", "| model | library | what is particular | verdict | what is said |")
         yield "| --- | --- | --- | --- | --- |"
     for name, row in others.items():
         errors = row.get("errors", {})

@@ -12,7 +12,7 @@ from ghostclip.planner import StrategyChoice
 
 __all__ = ["Row", "StrategyTable", "plan_of"]
 
-HEADER = ("layer", "parameter", "rule", "shape", "strategy", "kept", "why", "ms")
+HEADER = ("layer", "parameter", "rule of its gradient", "shape", "norm by", "gradients kept", "why", "measured, ms")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Row:
         parameter: its own name there.
         rule: whose gradient rule is used.
         shape: of the parameter.
-        strategy: the way to its squared norms, "at the first batch" while nothing was chosen.
+        strategy: how its squared norms are computed, "at the first batch" while nothing was chosen.
         kept: whether its per-example gradients are kept for the clipped sum.
         why: the reason for the strategy.
         milliseconds: measured cost by candidate; empty when nothing had to be measured.

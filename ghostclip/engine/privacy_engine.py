@@ -106,8 +106,9 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         planned_steps: the most steps that may be taken; None without ``target_epsilon`` and ``correlation``.
         correlation: the matrix that was chosen, with the table behind ``bands="auto"``: print it. None without.
         sample_rate: the expected share of the data in a logical batch.
-        ledger, model, optimizer, clipping, batch_size, noise_multiplier, ...: as given or calibrated. Only the leading
-            rank has a ledger.
+
+    Arguments such as ``batch_size`` and ``noise_multiplier`` are attributes, too, as given or calibrated. Only the
+    leading rank has a ``ledger``.
 
     Raises:
         UnsupportedModelError: the model can't be clipped exactly.

@@ -1,6 +1,7 @@
 """Structure: imports go one way, ``import ghostclip`` stays light, and no test file is too long to read."""
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -89,6 +90,10 @@ def test_no_import_goes_up(module):
     assert faults(modules()[module].read_text(), module) == []
 
 
+def test_the_package_shows_its_public_names_only():
+    assert dir(ghostclip) == sorted([*ghostclip.__all__, "__version__"])
+
+
 def test_importing_ghostclip_loads_only_what_every_user_has():
     script = "import sys, torch; before = set(sys.modules); import ghostclip; print(*(set(sys.modules) - before))"
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT.parent)
@@ -133,6 +138,16 @@ def test_any_other_program_has_the_public_names(started, tmp_path):
     )
     assert set(ghostclip.__all__) <= set(done.stdout.split())
     assert "<function wrap at" in done.stdout
+
+
+@pytest.mark.parametrize(("package", "extra"), [("transformers", "huggingface"), ("lightning", "lightning")])
+def test_a_missing_framework_names_its_extra(package, extra, monkeypatch):
+    module = f"ghostclip.integrations.{extra}"
+    for name in [name for name in sys.modules if name == module or name.startswith(f"{module}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=rf'{package} is not installed; .* pip install "\.\[{extra}\]"'):
+        importlib.import_module(module)
 
 
 def test_no_test_module_is_imported_by_another():
