@@ -212,8 +212,16 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "losses": (torch.zeros(2, requires_grad=True), TypeError, r"got Tensor.*engine\.backward\(losses\)"),
     "one argument": (lambda model: model, TypeError, r"loss_fn\(model, examples\), which it can't be: too many"),
     "a mean": (lambda model, batch: runs.losses_of(model, batch).mean(), LossShapeError, r'reduction="none"'),
-    "[B, 1] and [B]": (lambda m, b: (m(b[0])[:, :1] - b[1]).square(), LossShapeError, r"outputs \[B, 1\] and labels"),
-    "their mean": (lambda m, b: (m(b[0])[:, :1] - b[1]).square().mean(1), VerificationError, r"outputs \[B, 1\] with"),
+    "[B, 1] and [B]": (
+        lambda m, b: (m(b[0])[:, :1] - b[0][:, 1]).square(),
+        LossShapeError,
+        r"outputs \[B, 1\] and labels",
+    ),
+    "their mean": (
+        lambda m, b: (m(b[0])[:, :1] - b[0][:, 1]).square().mean(1),
+        VerificationError,
+        r"outputs \[B, 1\] with",
+    ),
     "a mean for each": (blown_up, VerificationError, r'own example only \(reduction="none"\)'),
 }
 
