@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ghostclip import accounting
 from ghostclip.engine.adaptation import adapts
+from ghostclip.events import Event
 from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation
 from ghostclip.sampling import LogicalBatches
 from ghostclip.sharding.detection import is_fully_sharded
@@ -107,31 +109,22 @@ def refuse_with_correlation(correlation: Any, given: dict[str, Any], policy: Any
 
 
 def chosen_correlation(
-    correlation: Correlation, loader: LogicalBatches, steps: int, target_epsilon: float | None, target_delta: float
-) -> ChosenCorrelation:
+    correlation: Correlation, loader: LogicalBatches, steps: int, target_epsilon: float | None, target_delta: float,
+    before: Sequence[Event] = (),
+) -> ChosenCorrelation:  # fmt: skip
     """The matrix with its number of bands; "auto" takes the smallest noise multiplier times error, and logs the table.
 
     Args:
         correlation: as for `PrivacyEngine`.
         loader: whose sampling it is.
         steps, target_epsilon, target_delta: of the engine; "auto" needs a target.
+        before: what is charged besides the steps.
     """
     table: tuple[Row, ...] = ()
     if isinstance(correlation, BandedToeplitz) and correlation.is_auto and target_epsilon is not None:
-        rate, sampling, relation = loader.sample_rate, loader.sampling, loader.scheme.relation
-        an_epoch = loader.units // loader.batch_size if sampling == "cyclic_poisson" else len(loader)
-        candidates = [2**k for k in range(6) if 2**k <= min(an_epoch, steps, MOST_BANDS)]
-        table = tuple(
-            Row(
-                bands,
-                accounting.noise_multiplier(
-                    target_epsilon=target_epsilon, sample_rate=rate, steps=steps, delta=target_delta,
-                    sampling=sampling, neighboring=relation, bands=bands,
-                ),
-                BandedToeplitz(bands=bands).error(steps),
-            )
-            for bands in candidates
-        )  # fmt: skip
+        an_epoch = loader.units // loader.batch_size if loader.sampling == "cyclic_poisson" else len(loader)
+        bands = [2**k for k in range(6) if 2**k <= min(an_epoch, steps, MOST_BANDS)]
+        table = tuple(_row(each, loader, steps, target_epsilon, target_delta, before) for each in bands)
         correlation = BandedToeplitz(bands=min(table, key=lambda row: row.product).bands)
     found = ChosenCorrelation(correlation, steps, correlation.error(steps), table)
     if not math.isfinite(found.error):
@@ -142,3 +135,17 @@ def chosen_correlation(
     if table:
         log.info("bands chosen at epsilon %g:\n%s", target_epsilon, found)
     return found
+
+
+def _row(
+    bands: int, loader: LogicalBatches, steps: int, target_epsilon: float, target_delta: float, before: Sequence[Event]
+) -> Row:
+    """One number of bands; arguments as for `chosen_correlation`."""
+    scheme = loader.scheme
+    setting = accounting.Setting(loader.sample_rate, loader.sampling, scheme.relation, bands=bands)
+    sigma = accounting.noise_for(
+        lambda noise: [*before, replace(setting.event(noise, steps), unit=scheme.unit)],
+        target_epsilon=target_epsilon,
+        delta=target_delta,
+    )
+    return Row(bands, sigma, BandedToeplitz(bands=bands).error(steps))

@@ -101,7 +101,9 @@ class StepTerms:
         target_epsilon: float | None,
     ) -> ChosenCorrelation:  # fmt: skip
         """The matrix for the planned steps; with cyclic Poisson sampling there are as many groups as bands."""
-        found = chosen_correlation(correlation, loader, self._planned(length), target_epsilon, self.target_delta)
+        found = chosen_correlation(
+            correlation, loader, self._planned(length), target_epsilon, self.target_delta, self.before.planned
+        )
         if loader.sampling == "cyclic_poisson":
             loader.separate(found.matrix.bands or 1)
         return found
