@@ -3280,6 +3280,20 @@ CHOSEN_PRIVATELY = [
         BEFORE,
     ),
     Mutant(
+        "a trade-off curve read at all guesses in place of the right ones",
+        "ghostclip/audit/trade_off.py",
+        "least_false(min(right, 1.0))",
+        "least_false(min(right + false, 1.0))",
+        ("tests/privacy/test_audit_trade_off.py",),
+    ),
+    Mutant(
+        "probability beyond the correct guesses stands where all guesses are right",
+        "ghostclip/audit/trade_off.py",
+        "right += j / (r - j) * (needed - false)",
+        "right += needed - false",
+        ("tests/privacy/test_audit_trade_off.py",),
+    ),
+    Mutant(
         "a search stops at a score that is good enough",
         SEARCH,
         "        runs.add(result, float(score(result)))\n",

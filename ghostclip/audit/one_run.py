@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ghostclip.audit.bounds import one_run_epsilon
+from ghostclip.audit.trade_off import noise_from_guesses
 from ghostclip.audit.training import LossFunction, Training, endless
 from ghostclip.audit.trials import log_ratios
 from ghostclip.clipping import as_policy
@@ -47,6 +48,11 @@ class OneRun:
     def epsilon(self, delta: float, confidence: float) -> float:
         """The lower bound (Steinke et al. 2023, corollary 5.4)."""
         return one_run_epsilon(**vars(self), delta=delta, confidence=confidence)
+
+    def noise_multiplier(self, sample_rate: float, steps: int, confidence: float) -> float:
+        """The noise that is refuted for a training of sampled Gaussian releases (Mahloujifar et al. 2025)."""
+        failure = 1.0 - confidence
+        return noise_from_guesses(**vars(self), sample_rate=sample_rate, steps=steps, failure=failure)
 
 
 def one_run(training: Training, canaries: int, confidence: float, watch: Callable[[], None]) -> OneRun:

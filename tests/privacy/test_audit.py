@@ -269,6 +269,7 @@ def test_figures_are_plain_and_name_every_bound():
     figures = json.loads(json.dumps(plain(found.figures()), allow_nan=False))
     assert [(bound["method"], bound["about"]) for bound in figures["bounds"]] == [
         ("clopper-pearson", "trial"), ("gaussian", "trial"), ("gaussian", "training"), ("one-run", "training"),
+        ("one-run f-DP", "training"),
     ]  # fmt: skip
     assert figures["white_box"]["curve"][-1]["releases"] == 100
     assert figures["audited_epsilon"] <= figures["claimed_epsilon"]
