@@ -17,7 +17,7 @@ from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation
 from ghostclip.sampling import LogicalBatches
 from ghostclip.sharding.detection import is_fully_sharded
 
-__all__ = ["ChosenCorrelation", "Row", "chosen_correlation", "refuse_with_correlation"]
+__all__ = ["BandsRow", "ChosenCorrelation", "chosen_correlation", "refuse_with_correlation"]
 
 log = logging.getLogger("ghostclip")
 
@@ -27,7 +27,7 @@ BANDED, TURNS = ("cyclic_poisson", "cyclic"), ("cyclic",)
 
 
 @dataclass(frozen=True)
-class Row:
+class BandsRow:
     """One number of bands.
 
     Attributes:
@@ -60,7 +60,7 @@ class ChosenCorrelation:
     matrix: Correlation
     steps: int
     error: float
-    table: tuple[Row, ...] = ()
+    table: tuple[BandsRow, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.matrix!r} for {self.steps} steps, error of prefix sums {self.error:.4g}"]
@@ -120,7 +120,7 @@ def chosen_correlation(
         steps, target_epsilon, target_delta: of the engine; "auto" needs a target.
         before: what is charged besides the steps.
     """
-    table: tuple[Row, ...] = ()
+    table: tuple[BandsRow, ...] = ()
     if isinstance(correlation, BandedToeplitz) and correlation.is_auto and target_epsilon is not None:
         an_epoch = loader.units // loader.batch_size if loader.sampling == "cyclic_poisson" else len(loader)
         bands = [2**k for k in range(6) if 2**k <= min(an_epoch, steps, MOST_BANDS)]
@@ -139,7 +139,7 @@ def chosen_correlation(
 
 def _row(
     bands: int, loader: LogicalBatches, steps: int, target_epsilon: float, target_delta: float, before: Sequence[Event]
-) -> Row:
+) -> BandsRow:
     """One number of bands; arguments as for `chosen_correlation`."""
     scheme = loader.scheme
     setting = accounting.Setting(loader.sample_rate, loader.sampling, scheme.relation, bands=bands)
@@ -148,4 +148,4 @@ def _row(
         target_epsilon=target_epsilon,
         delta=target_delta,
     )
-    return Row(bands, sigma, BandedToeplitz(bands=bands).error(steps))
+    return BandsRow(bands, sigma, BandedToeplitz(bands=bands).error(steps))

@@ -22,10 +22,10 @@ from ghostclip.noise.buffered import BufferedToeplitz
 from ghostclip.noise.correlation import Correlation
 from ghostclip.noise.release import Noise
 
-__all__ = ["Banded", "Buffered", "History", "history_of"]
+__all__ = ["Banded", "Buffered", "NoiseHistory", "history_of"]
 
 
-class History(ABC):
+class NoiseHistory(ABC):
     """The noise of one mechanism: ``steps`` releases, each of which depends on those before.
 
     Args:
@@ -130,7 +130,7 @@ class History(ABC):
         self._state = [kept.to(each.device, copy=True) for kept, each in zip(state["kept"], like, strict=False)]
 
 
-class Banded(History):
+class Banded(NoiseHistory):
     """The last ``bands - 1`` of u, in a ring: the one of step t is in slot t mod (bands - 1)."""
 
     def _weights(self) -> np.ndarray:
@@ -144,7 +144,7 @@ class Banded(History):
             state[self.step % self._kept].copy_(each)
 
 
-class Buffered(History):
+class Buffered(NoiseHistory):
     """One buffer for each exponential: b_i = sum_j rate_i^(j - 1) u_{t - j}."""
 
     def __init__(self, correlation: BufferedToeplitz, steps: int) -> None:
@@ -161,7 +161,7 @@ class Buffered(History):
                 buffer.mul_(float(rate)).add_(each)
 
 
-def history_of(correlation: Correlation, steps: int) -> History | None:
+def history_of(correlation: Correlation, steps: int) -> NoiseHistory | None:
     """The state of a new mechanism; None where steps are independent.
 
     Raises:
