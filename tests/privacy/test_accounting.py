@@ -87,9 +87,8 @@ FIXED_SIZE = [{"sampling": "without_replacement", "neighboring": relation} for r
 @pytest.mark.one_in(4)
 def test_one_step_by_an_independent_formula(sigma: float, rate: float, target: float, options: dict[str, Any]) -> None:
     """Whoever replaces an example, or leaves it out where another one takes its place, moves the sum by twice C."""
-    sigma = 2 * sigma if options else sigma
-    delta = one_step_delta(target, sigma / 2 if options else sigma, rate)
-    got = accounting.epsilon(noise_multiplier=sigma, sample_rate=rate, steps=1, delta=delta, **options)
+    noise, delta = (2 * sigma if options else sigma), one_step_delta(target, sigma, rate)
+    got = accounting.epsilon(noise_multiplier=noise, sample_rate=rate, steps=1, delta=delta, **options)
     assert got == pytest.approx(target, rel=1e-6)
 
 
