@@ -2880,6 +2880,13 @@ BY_MARKS = [
         ("tests/clipper/test_nonfinite_shared.py", "-k", "overflow_in_float32"),
     ),
     Mutant(
+        "rows that aren't finite are those of whoever's places they are in",
+        "ghostclip/graph/owners.py",
+        " and not self._misplaced(subject, rows)",
+        "",
+        ("tests/clipper/test_experts.py",),
+    ),
+    Mutant(
         "owners that fit loosely are certain",
         MARKED,
         "loose=bool(loose.any()))",

@@ -151,7 +151,8 @@ def owners(
     plain = backward(torch.full_like(losses, scheme.plain), gradients)
     sizes = None if half else _sizes(sized, plain, examples)
     marks = scheme.drawn_apart(losses, sizes)
-    measured = _Measured(scheme, dims, plain, marks, _stacked([backward(each) for each in marks]), examples)
+    seen, finite = _stacked([backward(each) for each in marks]), losses.detach().isfinite()
+    measured = _Measured(scheme, dims, plain, marks, seen, examples, None if bool(finite.all()) else finite)
     found = {subject: measured.in_order(subject, indices) for subject in dims}
     if None in found.values():
         again = scheme.drawn(losses, sizes)[None]
@@ -238,6 +239,7 @@ class _Measured:
         marks: that the others started from, [n, B].
         seen: numbers in these.
         examples: B.
+        finite: [B], whose loss is; None where all are.
     """
 
     scheme: MarkScheme
@@ -246,6 +248,7 @@ class _Measured:
     marks: Tensor
     seen: Found
     examples: int
+    finite: Tensor | None
 
     def add(self, marks: Tensor, seen: Found) -> None:
         """Adds marked backwards."""
@@ -261,7 +264,7 @@ class _Measured:
             base, now = self.plain[subject, rows.dim], self.seen[subject, rows.dim]
             owner = rows.owners(base.shape[1], self.examples, self.marks.device)
             off, loose, clear = compared(base, now, self.marks[:, owner], self.scheme)
-            if not bool(off.any()):
+            if not bool(off.any()) and not self._misplaced(subject, rows):
                 count = 0 if zero else len(owner[clear.all(0)].unique())
                 found.append(Owned(rows, count, zero, bool(loose.any())))
         if zero:
@@ -283,7 +286,20 @@ class _Measured:
         found = [self._one_by_one(subject, dim) for dim in self.dims[subject]]
         best = max([each for each in found if each is not None], key=lambda each: each.examples, default=Owned(None))
         # Where no row is finite, all are taken to be in order, if they can be: each example has what isn't finite.
-        return next((Owned(rows) for rows in self._candidates(subject, ())), best) if best.unread else best
+        in_order = (rows for rows in self._candidates(subject, ()) if not self._misplaced(subject, rows))
+        return next((Owned(rows) for rows in in_order), best) if best.unread else best
+
+    def _misplaced(self, subject: Subject, rows: Rows) -> bool:
+        """Whether rows that aren't finite are in the places of an example whose loss is, beside one whose loss is not.
+
+        Such rows fit any marks. An expert that is sent the tokens [1, 1, 2, 3] of four examples, of which those of
+        example 1 are NaN, has rows in order but for the first one, which would leave out example 0.
+        """
+        if self.finite is None or isinstance(rows.order, RowIndex):
+            return False
+        base = self.plain[subject, rows.dim]
+        owner = rows.owners(base.shape[1], self.examples, base.device)
+        return bool((~base[0].isfinite() & self.finite[owner]).any())
 
     def _one_by_one(self, subject: Subject, dim: int) -> Owned | None:
         """Whose each row along a dimension is; None where some row has several owners.

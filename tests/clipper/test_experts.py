@@ -62,9 +62,6 @@ def test_a_row_that_nothing_uses_harms_no_other_example():
     assert torch.allclose(norms[:3], clean[:3], rtol=1e-10)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="rows that aren't finite are taken for those of the examples in whose place they are"
-)
 @pytest.mark.parametrize("sent", [[1, 1, 1, 1], [1, 1, 2, 3], [1, 1, 1, 1, 1, 2, 3, 3]])
 def test_as_many_rows_as_examples_of_which_some_are_not_finite_leave_out_nobody_else(sent):
     """Where an expert is sent so many rows that they could be one, or two, of each example."""
