@@ -6,12 +6,12 @@ which takes the whole step, and the step of Trainer's own that comes after it do
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -30,6 +30,7 @@ except ModuleNotFoundError as error:
 
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import BudgetExceededError, PrivacyError
+from ghostclip.integrations.huggingface_arguments import PrivacyArguments
 from ghostclip.integrations.huggingface_loop import (
     STATE,
     Collated,
@@ -41,86 +42,22 @@ from ghostclip.integrations.huggingface_loop import (
 from ghostclip.integrations.huggingface_losses import ComputeLosses, losses_for
 from ghostclip.integrations.huggingface_refusals import (
     check_arguments,
+    check_losses,
     check_noise,
     check_trainer,
     refuse_spent,
     warn_of_metrics,
 )
-from ghostclip.ledger import Ledger
 from ghostclip.sampling import LogicalBatch
 from ghostclip.sampling.loading import size_of
-from ghostclip.validate import RefusesNames
+from ghostclip.sampling.unit_ids import users_of_rows
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
 log = logging.getLogger("ghostclip")
 
-LEDGER = "privacy.ledger"
 # Rows of the log that hold private data, under the names they get where they are asked for; "": never.
 PRIVATE = {"loss": "private_loss", "train_loss": "private_train_loss", "grad_norm": "", "total_flos": ""}
-
-
-@dataclass
-class PrivacyArguments(RefusesNames):
-    """The privacy settings of a `PrivateTrainer`. `transformers.HfArgumentParser` makes command line options of them.
-
-    Values are checked when training starts.
-
-    Args:
-        noise_multiplier: standard deviation of the noise over the sensitivity. Give this or ``target_epsilon``.
-        target_epsilon: the noise is the least that keeps all steps of the training within it.
-        target_delta: the delta of the guarantee; it should be well below 1 / len(train_dataset).
-        max_epsilon: training ends before a step that would exceed it. None: no limit but ``target_epsilon``.
-        clipping: a max norm or a policy of `ghostclip.clipping`.
-        second_pass, noise, seed, self_check, sampling, neighboring: as for `PrivacyEngine`.
-        ledger: the file to which each step is charged before its release. An existing file is continued: its charges
-            count. None: ``privacy.ledger`` in ``output_dir``.
-        log_private_loss: keep the training loss in log rows and checkpoints, under the name ``private_loss``. It is
-            private data.
-
-    Raises:
-        TypeError: an argument has the name that another library gives it; the message names ours.
-    """
-
-    refused_names: ClassVar[Mapping[str, str]] = {
-        "max_grad_norm": "clipping", "epsilon": "target_epsilon", "delta": "target_delta",
-        "epochs": "num_train_epochs of TrainingArguments", "steps": "max_steps of TrainingArguments",
-        "batch_size": "per_device_train_batch_size and gradient_accumulation_steps of TrainingArguments",
-        "max_physical_batch_size": "per_device_train_batch_size of TrainingArguments",
-    }  # fmt: skip
-
-    noise_multiplier: float | None = None
-    target_epsilon: float | None = None
-    target_delta: float = 1e-5
-    max_epsilon: float | None = None
-    clipping: float = 1.0
-    second_pass: str = "auto"
-    noise: str = "standard"
-    seed: int | None = None
-    self_check: bool = True
-    sampling: str = "poisson"
-    neighboring: str = "add_or_remove_one"
-    ledger: str | None = None
-    log_private_loss: bool = False
-
-    def for_engine(self, steps: int, folder: str) -> dict[str, Any]:
-        """The keyword arguments of `PrivacyEngine`.
-
-        Args:
-            steps: of the whole training.
-            folder: where the default ledger is.
-        """
-        given = dict(vars(self))
-        del given["log_private_loss"]
-        if self.target_epsilon is not None:
-            given["steps"] = steps
-        # A step of a language model takes far longer than flushing its charge to the disk.
-        given["ledger"] = self.ledger_in(folder)
-        return given
-
-    def ledger_in(self, folder: str) -> Ledger:
-        """The ledger of a training whose ``output_dir`` is ``folder``."""
-        return Ledger(self.ledger or os.path.join(folder, LEDGER), block=1)
 
 
 class PrivateTrainer(Trainer):
@@ -135,9 +72,9 @@ class PrivateTrainer(Trainer):
     Args:
         model, args, others, options: as for Trainer.
         privacy: noise or target, clipping and ledger.
-        compute_losses: (model, inputs) -> losses [B], one per example. None: the loss of the model's task, which is
-            known for language modelling, sequence to sequence, and classification of sequences, tokens, images, audio
-            and video.
+        compute_losses: (model, inputs) -> losses [B], one per example; a subclass may define the method of that name
+            instead. None: the loss of the model's task, which is known for language modelling, sequence to sequence,
+            and classification of sequences, tokens, images, audio and video.
 
     Attributes:
         engine: the `PrivacyEngine` of the current or last training; None before the first.
@@ -158,7 +95,7 @@ class PrivateTrainer(Trainer):
         compute_losses: ComputeLosses | None = None,
         **options: Any,
     ) -> None:
-        args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        args = self._arguments("tmp_trainer") if args is None else args
         check_arguments(args)
         check_noise(privacy.noise_multiplier, privacy.target_epsilon)
         if options.get("train_dataset") is not None:
@@ -172,15 +109,38 @@ class PrivateTrainer(Trainer):
         self.engine = None
         self.batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._resume: str | None = None
-        super().__init__(model, for_the_loop(args), *others, **options)
-        check_trainer(self, PrivateTrainer)
-        warn_of_metrics(self)
-        built: Any = self.model
-        self._compute_losses = losses_for(built) if compute_losses is None else compute_losses
+        # By name, since not all trainers have them in this order.
+        options |= dict(zip(list(inspect.signature(Trainer.__init__).parameters)[3:], others, strict=False))
+        super().__init__(model=model, args=for_the_loop(args), **options)
+        check_trainer(self)
+        if compute_losses is None and type(self).compute_losses is PrivateTrainer.compute_losses:
+            check_losses(self, self._loss_methods)
+            compute_losses = self._losses_of_task()
+        self._compute_losses = compute_losses
+        self._followed: set[str] = set()
+        self._warn_of_metrics()
         # First of all, so that the callbacks of others find the engine.
         self.callback_handler.callbacks.insert(0, Hooks(self))
 
     engine: PrivacyEngine | None
+    # What a subclass for another trainer has: its arguments, and the methods whose losses are known, with their class.
+    _arguments: ClassVar[type] = TrainingArguments
+    _loss_methods: ClassVar[Mapping[str, type]] = {"compute_loss": Trainer}
+
+    def compute_losses(self, model: nn.Module, inputs: Any) -> Tensor:
+        """Losses [B] of a physical batch, one for each example; override it for losses of your own.
+
+        Args:
+            model: the trained one.
+            inputs: what the data collator made, on the model's device.
+        """
+        assert self._compute_losses is not None
+        return self._compute_losses(model, inputs)
+
+    def _losses_of_task(self) -> ComputeLosses:
+        """The losses of the model's task; UnsupportedModelError where it isn't known."""
+        built: Any = self.model
+        return losses_for(built)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
         """Trains as Trainer does, with private steps. It ends early, with a log line, when the budget is spent.
@@ -214,7 +174,23 @@ class PrivateTrainer(Trainer):
         """The logical batches, for Trainer's own loop; ``len()`` is the number of steps in an epoch."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
-        return LogicalSteps(self._physical_loader(), self.batch_size, self._batches)
+        users = self._users()
+        units = None if users is None else len(set(users))
+        return LogicalSteps(self._physical_loader(), self.batch_size, self._batches, units)
+
+    def _users(self) -> list[Any] | None:
+        """The user of each row of ``train_dataset``, by ``unit_ids`` of `PrivacyArguments`; None: rows are units."""
+        given, dataset = self.privacy.unit_ids, self.train_dataset
+        if given is None:
+            return None
+        if not isinstance(given, str):
+            return users_of_rows(given, len(dataset))
+        if given not in (columns := getattr(dataset, "column_names", None) or ()):
+            raise ValueError(
+                f"unit_ids={given!r} of PrivacyArguments must be a column of train_dataset; it has "
+                f"{', '.join(columns) or 'no columns'}"
+            )
+        return users_of_rows(dataset[given], len(dataset))
 
     def training_step(self, model: nn.Module, inputs: Any, *_: Any) -> Tensor:
         """One private step over a logical batch: both passes, charge, noise and update.
@@ -258,6 +234,16 @@ class PrivateTrainer(Trainer):
             logs["epsilon"] = self.engine.epsilon()
         super().log(logs, *others, **options)
 
+    def add_callback(self, callback: Any) -> None:
+        """Adds a callback as Trainer does; warns where it lets training follow metrics of private data."""
+        super().add_callback(callback)
+        self._warn_of_metrics()
+
+    def _warn_of_metrics(self) -> None:
+        # Trainer adds callbacks of its own before it is built.
+        if hasattr(self, "_followed") and not self.privacy.public_evaluation:
+            warn_of_metrics(self, self._followed)
+
     def create_model_card(self, *others: Any, **options: Any) -> None:
         """Writes Trainer's model card with what `PrivacyEngine.model_card` says, in its metadata and its text."""
         super().create_model_card(*others, **options)
@@ -284,12 +270,16 @@ class PrivateTrainer(Trainer):
         return DataLoader(
             dataset,
             batch_size=self._train_batch_size,
-            collate_fn=Collated(collate),
+            collate_fn=self._collated(collate),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
         )
+
+    def _collated(self, collate: Any) -> Any:
+        """The data collator whose batches can be divided by examples."""
+        return Collated(collate)
 
     def build_engine(self, steps: LogicalSteps) -> None:
         """Builds the engine over the model and optimizer that Trainer prepared, and restores a checkpoint's state.
@@ -303,7 +293,7 @@ class PrivateTrainer(Trainer):
             warnings.filterwarnings("ignore", "the DataLoader's SequentialSampler is replaced")
             self.engine = PrivacyEngine(
                 self.model_wrapped, optimizer, steps.loader, batch_size=self.batch_size,
-                max_physical_batch_size=self._train_batch_size, **options,
+                max_physical_batch_size=self._train_batch_size, unit_ids=self._users(), **options,
             )  # fmt: skip
         if self._compiles:
             self.engine.compile()
@@ -315,7 +305,7 @@ class PrivateTrainer(Trainer):
         """[B], on the model's device and under Trainer's autocast."""
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
-            return self._compute_losses(model, inputs)
+            return self.compute_losses(model, inputs)
 
     def _batches(self) -> Iterator[LogicalBatch]:
         """What is left of the epoch; it ends before a step that the budget has no room for."""

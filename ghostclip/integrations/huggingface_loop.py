@@ -43,18 +43,25 @@ class LogicalSteps:
         loader: of physical batches.
         batch_size: the expected number of examples in a logical batch.
         batches: gives those of an epoch, or of what is left of one.
+        units: the number of users; None: each example is a unit.
 
     Attributes:
         dataset: the loader's.
     """
 
-    def __init__(self, loader: DataLoader[Any], batch_size: int, batches: Callable[[], Iterator[LogicalBatch]]) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        batch_size: int,
+        batches: Callable[[], Iterator[LogicalBatch]],
+        units: int | None = None,
+    ) -> None:
         self.loader, self.dataset = loader, loader.dataset
-        self._batch_size, self._batches = batch_size, batches
+        self._batch_size, self._batches, self._units = batch_size, batches, units
 
     def __len__(self) -> int:
         """Steps in an epoch, as `LogicalBatches` has them; Trainer asks before there is an engine."""
-        size: int = len(self.dataset)  # type: ignore[arg-type]
+        size: int = len(self.dataset) if self._units is None else self._units  # type: ignore[arg-type]
         return max(1, round(size / self._batch_size))
 
     def __iter__(self) -> Iterator[LogicalBatch]:

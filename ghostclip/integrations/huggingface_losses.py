@@ -12,7 +12,15 @@ from transformers.models.auto import modeling_auto as auto
 
 from ghostclip.errors import UnsupportedModelError
 
-__all__ = ["ComputeLosses", "class_losses", "class_losses_of", "losses_for"]
+__all__ = [
+    "IGNORED",
+    "ComputeLosses",
+    "class_losses",
+    "class_losses_of",
+    "losses_for",
+    "next_token_losses",
+    "token_log_probabilities",
+]
 
 # (model, inputs of a physical batch) -> losses [B].
 ComputeLosses = Callable[[nn.Module, dict[str, Any]], Tensor]
@@ -44,6 +52,14 @@ def next_token_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """[B]: the mean over an example's own label tokens, each predicted from those before it."""
     logits, labels = _outputs(model, inputs)
     return _mean_over_tokens(logits[:, :-1], _as_long_as(logits, labels)[:, 1:])
+
+
+def token_log_probabilities(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [B, T - 1] of each next token, zero where it has no label; and where it has one."""
+    logits, labels = _outputs(model, inputs)
+    labels = _as_long_as(logits, labels)[:, 1:]
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return -losses.view(labels.shape), labels != IGNORED
 
 
 def token_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:

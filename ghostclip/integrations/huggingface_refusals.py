@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
@@ -11,7 +12,7 @@ from ghostclip import accounting
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.ledger import Ledger
 
-__all__ = ["check_arguments", "check_noise", "check_trainer", "refuse_spent", "warn_of_metrics"]
+__all__ = ["check_arguments", "check_losses", "check_noise", "check_trainer", "refuse_spent", "warn_of_metrics"]
 
 # Share of a target from which a ledger counts as spent: noise is calibrated to less than 1e-4 below it.
 SPENT = 0.99
@@ -70,7 +71,8 @@ OPTIMIZERS = ("lomo", "layerwise", "schedule_free")
 # Of learning rates that follow the metrics.
 SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
-# Methods of Trainer that choose examples or take steps.
+# Methods of Trainer that choose examples or take steps, and the libraries whose methods of these names are known.
+LIBRARIES = ("transformers", "trl", "ghostclip")
 REPLACED = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples", "training_step", "_inner_training_loop")
 
 
@@ -118,12 +120,8 @@ def refuse_spent(ledger: Ledger, target_epsilon: float, delta: float) -> None:
         )
 
 
-def check_trainer(trainer: Trainer, private: type[Trainer]) -> None:
-    """Raises PrivacyError for what only a built trainer knows: its devices, methods and losses that wouldn't be used.
-
-    Args:
-        trainer: of ``private``, which is `PrivateTrainer`, or a subclass.
-    """
+def check_trainer(trainer: Trainer) -> None:
+    """Raises PrivacyError for what only a built PrivateTrainer knows: its devices and methods."""
     if trainer.args.n_gpu > 1:
         raise PrivacyError(
             f"Trainer would split batches over {trainer.args.n_gpu} GPUs by DataParallel, which copies the model; "
@@ -134,23 +132,56 @@ def check_trainer(trainer: Trainer, private: type[Trainer]) -> None:
             "accelerate was configured to shard the model (DeepSpeed or FSDP), and norms need whole layers; configure "
             "DistributedDataParallel, which torchrun starts"
         )
-    if changed := [name for name in REPLACED if getattr(type(trainer), name) is not getattr(private, name)]:
+    changed = [(owner, name) for name in REPLACED for owner in type(trainer).__mro__
+               if name in vars(owner) and owner.__module__.partition(".")[0] not in LIBRARIES]  # fmt: skip
+    for owner, name in changed:
         raise PrivacyError(
-            f"{type(trainer).__name__}.{changed[0]} would take the place of what draws logical batches and steps with "
-            "them; leave it out: give the data set, the data collator, compute_losses=... and optimizers=... instead"
-        )
-    if (
-        getattr(trainer, "compute_loss_func", None) is not None
-        or type(trainer).compute_loss is not Trainer.compute_loss
-    ):
-        raise PrivacyError(
-            "compute_loss and compute_loss_func give one loss for the batch, which can't be clipped by example; give "
-            "PrivateTrainer(compute_losses=...), a function of (model, inputs) that returns one loss for each example"
+            f"{owner.__name__}.{name} would take the place of what draws logical batches and steps with them; leave it "
+            "out: give the data set, the data collator, compute_losses=... and optimizers=... instead"
         )
 
 
-def warn_of_metrics(trainer: Trainer) -> None:
-    """Logs a warning where training follows metrics, which are not charged."""
+def check_losses(trainer: Trainer, known: Mapping[str, type]) -> None:
+    """Raises PrivacyError where losses of a batch were overridden, and none of single examples given.
+
+    Args:
+        trainer: a built PrivateTrainer.
+        known: {method that computes losses: the class whose losses of single examples are known}.
+    """
+    given = getattr(trainer, "compute_loss_func", None)
+    # TRL sets one of its own for some of its losses, and a text where it is to be skipped.
+    theirs = not callable(given) or (getattr(given, "__module__", None) or "").partition(".")[0] in LIBRARIES
+    of_batch = [] if theirs else ["compute_loss_func"]
+    for name, expected in known.items():
+        owner = next(each for each in type(trainer).__mro__ if name in vars(each))
+        of_batch += [f"{owner.__name__}.{name}"] if owner is not expected else []
+    if of_batch:
+        raise PrivacyError(
+            f"{of_batch[0]} gives one loss for the batch, which can't be clipped by example; override the method "
+            f"compute_losses(self, model, inputs) of {type(trainer).__name__}, or give compute_losses=..., a function "
+            "of (model, inputs): both return one loss for each example"
+        )
+
+
+def warn_of_metrics(trainer: Trainer, said: set[str]) -> None:
+    """Logs one warning where training follows metrics, which are not charged.
+
+    Args:
+        trainer: a PrivateTrainer.
+        said: what was warned of before; it gets what this call warns of.
+    """
+    found = [name for name in _followed(trainer) if name not in said]
+    said.update(found)
+    if found:
+        log.warning(
+            "%s: training follows metrics of the evaluation data, which epsilon doesn't count; evaluate on public data "
+            "and say so by PrivacyArguments(public_evaluation=True), or on data that the guarantee needn't cover",
+            ", ".join(found),
+        )
+
+
+def _followed(trainer: Trainer) -> list[str]:
+    """The options by which training follows metrics."""
     args = trainer.args
     stops = any(isinstance(callback, EarlyStoppingCallback) for callback in trainer.callback_handler.callbacks)
     follows = {
@@ -159,12 +190,11 @@ def warn_of_metrics(trainer: Trainer) -> None:
         f'lr_scheduler_type="{_word(args.lr_scheduler_type)}"': _word(args.lr_scheduler_type) in SCHEDULES,
         "EarlyStoppingCallback": stops,
     }
-    if found := [name for name, on in follows.items() if on]:
-        log.warning(
-            "%s: training follows metrics of the evaluation data, which epsilon doesn't count; evaluate on public "
-            "data, or on data that the guarantee needn't cover",
-            ", ".join(found),
-        )
+    found = [name for name, on in follows.items() if on]
+    evaluates = _word(args.eval_strategy) != "no"
+    # By itself it decides which checkpoint is kept; the options above set it, too.
+    alone = evaluates and args.metric_for_best_model is not None and not found
+    return [f"metric_for_best_model={args.metric_for_best_model!r}"] if alone else found
 
 
 def _word(value: Any) -> str:

@@ -163,3 +163,41 @@ def test_two_processes_train_one_model(tmp_path):
 def test_names_of_others_are_refused_with_ours(name, instead):
     with pytest.raises(TypeError, match=f"PrivacyArguments has no argument {name}; use {instead}"):
         PrivacyArguments(**{name: 1.0})
+
+
+FOLLOWING = {
+    "load_best_model_at_end": {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1},
+    "metric_for_best_model='loss'": {"metric_for_best_model": "loss"},
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+@pytest.mark.parametrize("public", [False, True])
+def test_training_that_follows_metrics_is_warned_of_unless_they_are_public(name, public, tmp_path, caplog):
+    privacy = PrivacyArguments(noise_multiplier=1.0, public_evaluation=public)
+    options = {"eval_strategy": "steps", "eval_steps": 1, **FOLLOWING[name]}
+    subject = trainer(tmp_path, privacy=privacy, more={"eval_dataset": data()}, **options)
+    said = [record.message for record in caplog.records if "training follows metrics" in record.message]
+    assert len(said) == (0 if public else 1)
+    assert public or said[0].startswith(f"{name}: training follows metrics of the evaluation data")
+    assert public or "PrivacyArguments(public_evaluation=True)" in said[0]
+    # Again where something else is added that follows them, and for nothing else.
+    subject.add_callback(transformers.ProgressCallback())
+    subject.add_callback(transformers.EarlyStoppingCallback())
+    later = [record.message for record in caplog.records if "training follows metrics" in record.message][len(said) :]
+    assert [message.partition(":")[0] for message in later] == ([] if public else ["EarlyStoppingCallback"])
+
+
+def test_nothing_is_said_where_training_follows_no_metrics(tmp_path, caplog):
+    trainer(tmp_path, more={"eval_dataset": data()}, eval_strategy="steps", eval_steps=1)
+    assert "training follows metrics" not in caplog.text
+
+
+def test_unit_ids_are_values_or_a_column(tmp_path):
+    users = [row // 2 for row in range(len(data()))]
+    subject = trainer(tmp_path, privacy=repeatable(unit_ids=users), max_steps=1, gradient_accumulation_steps=1)
+    subject.train()
+    assert "one user" in subject.engine.guarantee()
+    assert subject.engine.sample_rate == pytest.approx(subject.batch_size / len(set(users)))
+    with pytest.raises(ValueError, match="must be a column of train_dataset; it has no columns"):
+        trainer(tmp_path / "other", privacy=repeatable(unit_ids="author")).train()

@@ -23,12 +23,12 @@ DOCS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.m
 PAGES = ["README.md", *DOCS]
 # What `make test` leaves to `make test-all`: the pages that take longest, together four fifths of the time of all.
 SLOW = {"docs/accelerate.md", "docs/accounting.md", "docs/audit.md", "docs/composed_clipping.md",
-        "docs/correlated_noise.md", "docs/gpus.md",
+        "docs/correlated_noise.md", "docs/finetuning.md", "docs/gpus.md",
         "docs/huggingface.md", "docs/large_batches.md", "docs/learning.md", "docs/lightning.md", "docs/monitoring.md",
         "docs/observation.md", "docs/per_layer_clipping.md", "docs/several_processes.md", "docs/training.md",
         "docs/tutorial.md"}  # fmt: skip
 # What a page is about and `make test` doesn't install.
-NEEDS = {"docs/lightning.md": "lightning", "docs/accelerate.md": "accelerate"}
+NEEDS = {"docs/finetuning.md": "trl", "docs/lightning.md": "lightning", "docs/accelerate.md": "accelerate"}
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ import ghostclip
 ROOT = Path(__file__).resolve().parents[2]
 # Whose names are in the API reference.
 PUBLIC = ("", ".accounting", ".audit", ".bench", ".clipping", ".compat.opacus", ".datasets", ".engine", ".errors",
-    ".integrations.huggingface", ".integrations.lightning", ".integrations.tracking", ".ledger", ".models", ".optim",
+    ".integrations.huggingface", ".integrations.lightning", ".integrations.trl",
+    ".integrations.tracking", ".ledger", ".models", ".optim",
     ".report", ".traces")  # fmt: skip
 # Elements whose address is fetched when a page is shown; links and forms are not.
 FETCHED = {"script", "img", "iframe", "link", "source", "video", "audio", "object", "embed"}

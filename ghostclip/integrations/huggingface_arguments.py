@@ -1,0 +1,85 @@
+"""The privacy settings of transformers' Trainer, which `transformers.HfArgumentParser` reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ghostclip.ledger import Ledger
+from ghostclip.validate import RefusesNames
+
+__all__ = ["PrivacyArguments"]
+
+LEDGER = "privacy.ledger"
+# Fields of `PrivacyArguments` that the trainer follows, not the engine.
+OF_TRAINER = {"log_private_loss", "unit_ids", "public_evaluation"}
+
+
+@dataclass
+class PrivacyArguments(RefusesNames):
+    """The privacy settings of a `PrivateTrainer`. `transformers.HfArgumentParser` makes command line options of them.
+
+    Values are checked when training starts.
+
+    Args:
+        noise_multiplier: standard deviation of the noise over the sensitivity. Give this or ``target_epsilon``.
+        target_epsilon: the noise is the least that keeps all steps of the training within it.
+        target_delta: the delta of the guarantee; it should be well below 1 / len(train_dataset).
+        max_epsilon: training ends before a step that would exceed it. None: no limit but ``target_epsilon``.
+        clipping: a max norm or a policy of `ghostclip.clipping`.
+        second_pass, noise, seed, self_check, sampling, neighboring: as for `PrivacyEngine`.
+        ledger: the file to which each step is charged before its release. An existing file is continued: its charges
+            count. None: ``privacy.ledger`` in ``output_dir``.
+        log_private_loss: keep the training loss in log rows and checkpoints, under the name ``private_loss``. It is
+            private data.
+        unit_ids: the name of a column of ``train_dataset`` that says whose each row is (or one value for each row, as
+            for `PrivacyEngine`). A user is then the unit of privacy, and batch sizes count users. None: each row.
+        public_evaluation: states that the evaluation data are public, so that training may follow their metrics
+            (``load_best_model_at_end``, early stopping) without a warning.
+
+    Raises:
+        TypeError: an argument has the name that another library gives it; the message names ours.
+    """
+
+    refused_names: ClassVar[Mapping[str, str]] = {
+        "max_grad_norm": "clipping", "epsilon": "target_epsilon", "delta": "target_delta",
+        "epochs": "num_train_epochs of TrainingArguments", "steps": "max_steps of TrainingArguments",
+        "batch_size": "per_device_train_batch_size and gradient_accumulation_steps of TrainingArguments",
+        "max_physical_batch_size": "per_device_train_batch_size of TrainingArguments",
+    }  # fmt: skip
+
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    target_delta: float = 1e-5
+    max_epsilon: float | None = None
+    clipping: float = 1.0
+    second_pass: str = "auto"
+    noise: str = "standard"
+    seed: int | None = None
+    self_check: bool = True
+    sampling: str = "poisson"
+    neighboring: str = "add_or_remove_one"
+    ledger: str | None = None
+    log_private_loss: bool = False
+    unit_ids: str | None = None
+    public_evaluation: bool = False
+
+    def for_engine(self, steps: int, folder: str) -> dict[str, Any]:
+        """The keyword arguments of `PrivacyEngine`.
+
+        Args:
+            steps: of the whole training.
+            folder: where the default ledger is.
+        """
+        given = {name: value for name, value in vars(self).items() if name not in OF_TRAINER}
+        if self.target_epsilon is not None:
+            given["steps"] = steps
+        # A step of a language model takes far longer than flushing its charge to the disk.
+        given["ledger"] = self.ledger_in(folder)
+        return given
+
+    def ledger_in(self, folder: str) -> Ledger:
+        """The ledger of a training whose ``output_dir`` is ``folder``."""
+        return Ledger(self.ledger or os.path.join(folder, LEDGER), block=1)

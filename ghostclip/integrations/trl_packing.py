@@ -1,0 +1,55 @@
+"""Documents in one row without padding: sampled first, packed after, each an example all the same.
+
+Three documents of 2, 1 and 3 tokens are the row [a a b c c c] with positions [0 1 0 0 1 2]. Models of transformers keep
+attention within a document by such positions. A document's loss is the mean over its own tokens; its first token has no
+loss, as nothing of its own is before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.integrations.huggingface_loop import Collated
+from ghostclip.integrations.huggingface_losses import IGNORED, token_log_probabilities
+
+__all__ = ["Packed", "packed_losses"]
+
+
+class Packed(Collated):
+    """A collator that puts documents one after the other: input_ids, labels and position_ids, each [1, all tokens].
+
+    Args:
+        collate: TRL's collator, which makes the labels of each document; it pads on the right.
+    """
+
+    def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
+        alone = [super(Packed, self).__call__([example]) for example in examples]
+        lengths = [int(inputs["attention_mask"].sum()) for inputs in alone]
+        tokens = torch.cat([inputs["input_ids"][:, :length] for inputs, length in zip(alone, lengths, strict=True)], 1)
+        labels = torch.cat([inputs["labels"][:, :length] for inputs, length in zip(alone, lengths, strict=True)], 1)
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        return {
+            "input_ids": tokens,
+            "labels": labels.masked_fill(positions == 0, IGNORED),
+            "position_ids": positions,
+        }
+
+
+def packed_losses(model: nn.Module, inputs: Mapping[str, Any], loss_type: str) -> Tensor:
+    """[documents]: the mean over each document's own label tokens of the loss of a token.
+
+    Args:
+        model: a causal language model whose attention stays within documents.
+        inputs: as `Packed` makes them.
+        loss_type: as for `conversation_losses`.
+    """
+    log_probs, counted = token_log_probabilities(model, {**inputs, "use_cache": False})
+    starts = inputs["position_ids"][0] == 0
+    document = starts.cumsum(0)[1:] - 1
+    losses = -log_probs[0] if loss_type != "dft" else -log_probs[0] * log_probs[0].exp().detach()
+    sums = losses.new_zeros(int(starts.sum()))
+    return sums.index_add(0, document, losses) / sums.index_add(0, document, counted[0].to(sums)).clamp(min=1)

@@ -1,0 +1,75 @@
+"""What of TRL's options can't be private, each with a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from ghostclip.errors import PrivacyError
+from ghostclip.integrations.trl_losses import OF_PAIRS
+
+__all__ = ["DPO_REFUSED", "SFT_REFUSED", "Refused", "check_options", "check_packing"]
+
+# {field of the arguments: (values that are fine, why another one isn't and what to do)}
+Refused: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
+
+BOTH: Refused = {
+    "activation_offloading": (
+        (False,),
+        "moves what the gradients of single examples are computed from to the CPU; leave it out: "
+        "gradient_checkpointing=True saves memory, too",
+    ),
+    "router_aux_loss_coef": (
+        (None, 0, 0.0),
+        "weighs a loss that balances experts over the batch, which depends on all examples; set it to 0.0",
+    ),
+}
+SFT_REFUSED: Refused = {
+    **BOTH,
+    "loss_type": (("nll", "chunked_nll", "dft"), 'has no losses of single examples here; use "nll" or "dft"'),
+}
+DPO_REFUSED: Refused = {
+    **BOTH,
+    "padding_free": (
+        (False,),
+        "puts all pairs of a batch into one row, which has no dimension of examples; leave it out: padding costs time, "
+        "and changes no loss",
+    ),
+    "use_weighting": ((False,), "isn't known for single pairs here; leave it out"),
+    "ld_alpha": ((None,), "isn't known for single pairs here; leave it out"),
+    "f_divergence_type": (("reverse_kl",), 'isn\'t known for single pairs here; use "reverse_kl"'),
+    "sync_ref_model": (
+        (False,),
+        "moves the reference model during the training, which a resumed training wouldn't find; leave it out",
+    ),
+}
+
+
+def check_options(args: Any, refused: Refused) -> None:
+    """Raises PrivacyError for options of ``args`` that can't be private, and for losses that need the whole batch."""
+    kind = type(args).__name__
+    for name, (fine, reason) in refused.items():
+        value = getattr(args, name, fine[0])
+        if value not in fine:
+            raise PrivacyError(f"{name}={_plain(value)!r} of {kind} {reason}")
+    names = getattr(args, "loss_type", None)
+    for name in names if isinstance(names, list) else []:
+        if name not in OF_PAIRS:
+            raise PrivacyError(
+                f"loss_type={name!r} of {kind} isn't a sum over pairs: it sorts or averages over the batch, so that a "
+                f"pair's loss depends on others; use one of {', '.join(OF_PAIRS)}"
+            )
+
+
+def check_packing(args: Any) -> None:
+    """Raises PrivacyError for packs that cut documents apart, each of which is one example."""
+    if args.packing and args.packing_strategy != "bfd":
+        raise PrivacyError(
+            f"packing_strategy={args.packing_strategy!r} of {type(args).__name__} cuts documents apart, and each is "
+            'one example; use "bfd": documents are sampled first and packed whole, up to max_length tokens of each'
+        )
+
+
+def _plain(value: Any) -> Any:
+    """The word of an enum; anything else as it is."""
+    return getattr(value, "value", value)
