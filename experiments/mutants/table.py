@@ -1341,7 +1341,7 @@ MISUSE = [
         "ghostclip/engine/micro_batching.py",
         "        with clipper.passes.forgetting():\n",
         "        if True:\n",
-        ("tests/engine/test_auto_physical.py", "-k", "copies"),
+        ("tests/engine/test_auto_physical.py", "-k", "trace"),
     ),
     Mutant(
         "a loss function may fill gradients in a compiled step",

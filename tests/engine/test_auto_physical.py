@@ -106,12 +106,16 @@ def test_sizes_beyond_a_leap_or_out_of_memory_are_too_large(leaps: bool, counted
 
 @pytest.mark.parametrize("clipping", [1.0, ghostclip.clipping.Adaptive(1.0)])
 def test_the_trials_leave_no_trace(clipping: Any, counted: Counted) -> None:
-    trained = []
+    """Nor do their batches, made of copies, count among those of which ownership is known."""
+    trained, known = [], []
     for size in (None, "auto"):
         engine = engine_of(model_of(), max_physical_batch_size=size, clipping=copy.deepcopy(clipping))
         runs.train(engine, loss_fn=counted.loss_fn)
         trained.append(runs.weights(engine.model))
+        layouts = engine._steps._clipper.passes._layouts
+        known.append([structure.batches for structure in layouts._structures.values()])
     assert torch.equal(*trained)
+    assert known[0] == known[1] == [len(engine.batches())]
     assert len(counted.sizes) > 2 * len(engine.batches())
 
 
