@@ -316,6 +316,8 @@ ROWS: dict[str, Row] = {
     # losses
     "a number": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: 1.0), "", "got float", "shape [B], one per example"),
     "a mean": (lambda: clip(one(nn.Linear(3, 3)), loss=torch.mean), "", "got []", 'Use reduction="none"'),
+    "broadcast": (lambda: clip(one(nn.Linear(3, 1)), X[:, 0], lambda h: (h - torch.arange(4.0)).square()), "",
+                  "got [4, 4], as outputs [B, 1] and labels [B] give", "give both one shape, by outputs[:, 0]"),
     "whole numbers": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: torch.ones(4, dtype=torch.int64)), "",
                       "got torch.int64", "must be floating point"),
     "too large a scale": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: losses(h).half(), loss_scale=2.0**17), "",
