@@ -1831,7 +1831,7 @@ CHECKED = [
     ),
     Mutant(
         "a delta of one over n is not warned about",
-        "ghostclip/accounting/spent.py",
+        "ghostclip/accounting/words.py",
         "if 1 / units <= delta < 1:",
         "if 1 / units < delta / 10 < 1:",
         ("tests/pages/test_cli_train.py", "-k", "promises_nothing"),

@@ -17,13 +17,9 @@ from ghostclip.accounting.spent import (
     epsilon_of,
     epsilon_over_time,
     epsilons_of,
-    guarantee,
-    neighbours,
-    samples,
     selections,
-    steps,
-    warn_of_delta,
 )
+from ghostclip.accounting.words import guarantee, neighbours, samples, steps, warn_of_delta
 
 __all__ = [
     "ACCOUNTANTS",
