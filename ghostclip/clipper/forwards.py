@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip.clipper.cutting import cut, tensors_of
-from ghostclip.clipper.trial import is_trial, without_trace
+from ghostclip.clipper.trial import TRYING, without_trace
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import from_below
 from ghostclip.graph.overwritten import NOT_FIRST, Forward, overwriting
@@ -82,7 +82,7 @@ class ModelCalls:
             model.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._model is None or not torch.is_grad_enabled() or is_trial() or torch.compiler.is_compiling():
+        if self._model is None or not torch.is_grad_enabled() or TRYING.get() or torch.compiler.is_compiling():
             return
         if self._used:
             self._registered, self._used = RemovableHandle.next_id, False

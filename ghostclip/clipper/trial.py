@@ -13,9 +13,9 @@ from torch import nn
 
 from ghostclip.clipper.random_states import drawing_from, random_states
 
-__all__ = ["is_trial", "tensor_in", "trying", "without_trace"]
+__all__ = ["TRYING", "is_trial", "tensor_in", "trying", "without_trace"]
 
-_TRYING = ContextVar("trying", default=False)
+TRYING = ContextVar("trying", default=False)
 # Every module has dictionaries of these, to which a forward may add some: buffers, submodules, hooks. Parameters aren't
 # looked at: FSDP2 exchanges them.
 TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name != "_parameters"]
@@ -23,7 +23,7 @@ TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value,
 
 def is_trial() -> bool:
     """Whether a forward that runs now is a trial, whose losses are used for nothing but checks."""
-    return _TRYING.get()
+    return TRYING.get()
 
 
 def tensor_in(value: Any) -> torch.Tensor | None:
@@ -37,11 +37,11 @@ def tensor_in(value: Any) -> torch.Tensor | None:
 @contextmanager
 def trying() -> Iterator[None]:
     """Inside, `is_trial` is true."""
-    token = _TRYING.set(True)
+    token = TRYING.set(True)
     try:
         yield
     finally:
-        _TRYING.reset(token)
+        TRYING.reset(token)
 
 
 @contextmanager
