@@ -1979,8 +1979,8 @@ CHECKED = [
     Mutant(
         "check takes no norms of its batch",
         CHECKING,
-        "    return findings or _refusal(",
-        "    return findings or [] and _refusal(",
+        "    findings = findings or _refusal(",
+        "    findings = findings or [] and _refusal(",
         ("tests/clipper/test_check_lines.py",),
     ),
     Mutant(
@@ -3183,7 +3183,7 @@ BY_MARKS = [
     Mutant(
         "a forward that is tried is another call of the model",
         FORWARDS,
-        "or is_trial() or",
+        "or TRYING.get() or",
         "or",
         (*PARTS, "tried"),
     ),
