@@ -28,6 +28,7 @@ from ghostclip.validate import positive_int
 __all__ = ["add_configuration", "add_train", "load_data", "run_train", "set_threads"]
 
 MARKS = 6
+WEIGHTS = "model.safetensors"
 
 log = logging.getLogger("ghostclip")
 
@@ -140,12 +141,21 @@ def run_train(arguments: argparse.Namespace) -> int:
             log.info("writing the report to %s", arguments.report)
             with _report_in(arguments.report):
                 page = report.write(record, arguments.report)
+                _save_weights(outcomes[0], arguments.report)
     finally:  # what was trained is shown in any case, since it may have taken hours
         if arguments.json:
             print_json(report.figures(record) | {"report": str(page) if page else None})
         else:
             _print(record, page, arguments.delta)
     return 0
+
+
+def _save_weights(outcome: Outcome, folder: Path) -> None:
+    """Puts the first model's weights beside its report: of a private training they are what was released."""
+    from safetensors.torch import save_file
+
+    weights = {name: tensor.contiguous() for name, tensor in outcome.model.state_dict().items()}
+    save_file(weights, folder / WEIGHTS)
 
 
 @contextmanager
@@ -229,7 +239,7 @@ def _print(record: Record, page: Path | None, delta: float) -> None:
     print(f"{record.title}: {examples[0]:,} training examples, {examples[1]:,} test examples\n")
     print(run_table(record.runs, delta, record.speeds, record.speed_batch_size))
     if page is not None:
-        print(f"\nreport: {page}")
+        print(f"\nreport: {page}\nweights of the first training: {page.parent / WEIGHTS}")
 
 
 def load_data(arguments: argparse.Namespace) -> Data:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from commands import as_json
 from data_files import digits, write_adult, write_cifar, write_images, write_imdb, write_mnist
+from safetensors.torch import load_file
 
 import ghostclip
-from ghostclip import accounting, datasets
+from ghostclip import accounting, datasets, models
 from ghostclip.cli import main, train
 from ghostclip.cli.methods import METHODS, Settings
 from ghostclip.cli.plan import runs_of
@@ -79,6 +80,7 @@ def test_target_is_met_and_reported(capsys, monkeypatch, tmp_path):
     assert found == json.loads((tmp_path / "r" / "report.json").read_text()) | {
         "report": str(tmp_path / "r" / "index.html")
     }
+    assert load_file(tmp_path / "r" / "model.safetensors").keys() == models.MLP((1, 8, 8), 10).state_dict().keys()
     (run,) = found["runs"]
     assert 1.99 < run["epsilons"]["PLD"] <= 2 < run["epsilons"]["RDP"]
     assert run["noise_multiplier"] == found["settings"]["noise_multiplier"]
