@@ -1,7 +1,8 @@
 """What `make demo` reaches: test accuracy of each of its runs, again and again, since no two private runs are equal.
 
 The seed sets the initial weights alone; batches and noise are drawn afresh by every run, as the demo's are. So one run
-says little: each training of the demo (epsilon 8, 3 and 1, and without privacy) is repeated for each of several seeds.
+says little: each training of the demo (epsilon 8, 3 and 1, and without privacy) is repeated for each of several seeds,
+and the private ones also without the private mean that the demo begins with.
 
     python experiments/demo_accuracy.py [--only WORD ...] [--seeds N] [--repeats N] [--out FOLDER]
 
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ghostclip import datasets
+from ghostclip import accounting, datasets
 from ghostclip.bench.machine import describe, in_words
 from ghostclip.cli import train
 from ghostclip.cli.plan import PlannedRun, runs_of
@@ -31,13 +32,25 @@ from ghostclip.cli.training import train as trained
 RESULTS = Path(__file__).parent / "results"
 FILE = "demo_accuracy"
 DEMO = ["--model", "oriented", "--data", "digits"]
+WITHOUT = ", without a private mean"
 
 
 def trainings(examples: int) -> list[PlannedRun]:
-    """The runs of `make demo` on so many training examples, calibrated."""
+    """The runs of `make demo` on so many training examples, calibrated, and the private ones without a private mean."""
     parser = argparse.ArgumentParser()
     train.add_train(parser)
-    return list(runs_of(parser.parse_args(DEMO), examples))
+    plans = list(runs_of(parser.parse_args(DEMO), examples))
+    return [*plans, *(_without_mean(plan) for plan in plans if plan.settings.mean_noise is not None)]
+
+
+def _without_mean(plan: PlannedRun) -> PlannedRun:
+    """The same training, whose steps have all of the target."""
+    settings = plan.settings
+    noise = accounting.noise_multiplier(
+        target_epsilon=settings.target_epsilon, sample_rate=1.0, steps=plan.steps, delta=settings.delta
+    )
+    settings = replace(settings, noise_multiplier=noise, mean_noise=None)
+    return replace(plan, name=f"{plan.name}{WITHOUT}", settings=settings)
 
 
 def repeated(plan: PlannedRun, data: datasets.Data, seeds: int, repeats: int) -> dict[str, Any]:
@@ -68,7 +81,9 @@ def spread(row: dict[str, Any]) -> tuple[float, float, float, int]:
 def sentence(results: dict[str, Any]) -> str:
     """What README.md says of the figures."""
     parts = []
-    for row in results["trainings"].values():
+    for name, row in results["trainings"].items():
+        if name.endswith(WITHOUT):
+            continue
         median, low, high, _ = spread(row)
         where = "without privacy" if row["target_epsilon"] is None else f"at epsilon {row['target_epsilon']:g}"
         parts.append(f"{100 * median:.1f}% ({100 * low:.1f} to {100 * high:.1f}) {where}")
