@@ -6,7 +6,15 @@ import logging
 from collections.abc import Sequence
 
 from ghostclip.accounting.spent import epsilon_of, used_for
-from ghostclip.events import CyclicPoissonGaussian, Event, JointGaussian, Selection, TruncatedGaussian, merged
+from ghostclip.events import (
+    CyclicGaussian,
+    CyclicPoissonGaussian,
+    Event,
+    JointGaussian,
+    Selection,
+    TruncatedGaussian,
+    merged,
+)
 
 __all__ = ["guarantee", "neighbours", "samples", "steps", "warn_of_delta"]
 
@@ -85,4 +93,6 @@ def neighbours(event: Event) -> str:
     what = "example" if event.unit == "example" else "user (all examples of theirs)"
     if event.relation == "replace_one":
         return f"Neighbouring data sets differ in what one {what} is (replace_one)."
-    return f"Neighbouring data sets differ by the presence of one {what} (add_or_remove_one)."
+    once = event.events[0] if isinstance(event, JointGaussian) else event
+    place = ", whose place in the order stays empty without it" if isinstance(once, CyclicGaussian) else ""
+    return f"Neighbouring data sets differ by the presence of one {what}{place} (add_or_remove_one)."

@@ -154,6 +154,7 @@ def test_an_engine_charges_turns_of_a_mechanism_of_its_own() -> None:
     together = accounting.epsilon(noise_multiplier=2.0, sample_rate=8 / 24, steps=12, delta=1e-5, sampling="cyclic")
     assert accounting.epsilon_of([*one.events, *two.events], delta=1e-5) == pytest.approx(together, rel=1e-3)
     assert "batches in a fixed order, each example once in 3 steps" in one.guarantee()
+    assert "by the presence of one example, whose place in the order stays empty without it" in one.guarantee()
 
 
 def test_a_schedule_is_refused() -> None:
