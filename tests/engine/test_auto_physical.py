@@ -197,32 +197,3 @@ def test_control_groups_are_read(
     monkeypatch.setattr(memory, "CGROUPS", tmp_path / "groups")
     found = min(memory._limits_of_groups())
     assert found == expected if expected is not None else found > 1 << 60
-
-
-def hinge_in_batch(model: nn.Module, batch: Any) -> Tensor:
-    """Examples meet where they are close: two of them hardly ever are."""
-    outputs = model(batch[0])
-    gaps = (outputs.unsqueeze(1) - outputs.unsqueeze(0)).square().sum(2)
-    return outputs.square().sum(1) + (0.05 - gaps).clamp_min(0).sum(1)
-
-
-def sizes_until_refused(seed: int) -> list[int]:
-    """Examples in each batch that has any, up to the one that is refused."""
-    data = TensorDataset(torch.randn(6) + 1e-2 * torch.randn(EXAMPLES, 6), torch.zeros(EXAMPLES, dtype=torch.int64))
-    engine, sizes = engine_of(nn.Linear(6, 2), data, batch_size=2, seed=seed), list[int]()
-
-    def train() -> None:
-        for batch in engine.batches():
-            sizes.append(sum(batch.sizes))
-            engine.step(batch, hinge_in_batch)
-
-    with pytest.raises(ghostclip.UnsupportedModelError):
-        train()
-    return [size for size in sizes if size]
-
-
-def test_copies_of_one_example_prove_nothing(counted: Counted) -> None:
-    """In a first sample of one example trials are made of its copies, between which hinge_in_batch has no gradient."""
-    *before, last = next(sizes for sizes in map(sizes_until_refused, range(50)) if sizes[0] == 1)
-    assert set(before) == {1}
-    assert last > 1  # the first batch in which examples can meet
