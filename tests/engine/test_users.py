@@ -149,18 +149,6 @@ def test_rows_of_a_user_are_sampled_together_and_users_independently() -> None:
     assert np.abs(np.corrcoef(np.array(found).T) - np.eye(9)).max() < 5 / np.sqrt(len(found))
 
 
-def test_padding_repeats_rows_with_shares_that_add_up_to_one() -> None:
-    users = Users(IDS, ROWS, None, None)
-    for rows, whose in users.divide(range(len(users))):
-        size = len(rows) // whose.users
-        total: dict[int, float] = {}
-        for row, share in zip(rows, whose.shares, strict=True):
-            total[row] = total.get(row, 0.0) + share
-        assert all(value == pytest.approx(1.0) for value in total.values())
-        assert all(len({IDS[row] for row in rows[start : start + size]}) == 1 for start in range(0, len(rows), size))
-        assert len(rows) <= 1.5 * len(set(rows))
-
-
 def test_the_first_rows_of_a_user_are_the_ones_used() -> None:
     users = Users(IDS, ROWS, 2, 4)
     used = {row for rows, _ in users.divide(range(len(users))) for row in rows}
