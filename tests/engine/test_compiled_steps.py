@@ -133,11 +133,12 @@ def test_a_gpu_has_done_its_work_when_the_clock_is_read(monkeypatch):
 
 @pytest.mark.slow
 def test_one_graph_and_none_anew(monkeypatch):
+    """In batches of one size."""
     note = trial.Trial.note
     monkeypatch.setattr(trial.Trial, "note", lambda self, took, eager, *rest: note(self, 0.0, 1.0, *rest))
     found = []
     for compiles in (True, False):
-        engine = engine_for(compiles, torch.float32, examples=200, batch_size=10)
+        engine = engine_for(compiles, torch.float32, batch_size=10, sampling="without_replacement")
         schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2, 0.9)
         counters.clear()
         runs.train(engine, 7, after=schedule.step)
