@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """Tests that need a GPU are counted in the last line, not shown one by one."""
-    if report.skipped and "no CUDA device" in str(report.longrepr):
+    if report.skipped and any(reason in str(report.longrepr) for reason in ("no CUDA device", "without CUDA")):
         return "need a GPU", "", "NEEDS A GPU"
     return None
 

@@ -26,7 +26,7 @@ COMMANDS = {
     "train": ("train", "train one of the paper's models privately, and tell what it spent"),
     "epsilon": ("spending", "privacy spent by a setting"),
     "calibrate": ("spending", "the least noise that keeps to a target epsilon"),
-    "check": ("check", "what stands in a model's way to private training, all at once"),
+    "check": ("check", "which layers stand in the way of private training, and whether the forward mixes examples"),
     "explain": ("check", "the plan for a model, layer by layer: which rule, and why"),
     "bench": ("bench", "step times on this machine, beside non-private training and the naive loop"),
     "audit": ("audit", "an empirical lower bound on epsilon, beside the claimed one"),
