@@ -20,13 +20,14 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import use_adapter
 
 from ghostclip.errors import PrivacyError
-from ghostclip.integrations.huggingface import PrivacyArguments, PrivateTrainer
+from ghostclip.integrations.huggingface import PrivacyArguments as PrivacyArguments  # for one import in a script
+from ghostclip.integrations.huggingface import PrivateTrainer
 from ghostclip.integrations.huggingface_losses import ComputeLosses
 from ghostclip.integrations.trl_losses import Pairs, conversation_losses, pair_losses, pair_scores
 from ghostclip.integrations.trl_packing import Packed, packed_losses
 from ghostclip.integrations.trl_refusals import DPO_REFUSED, SFT_REFUSED, Refused, check_options, check_packing
 
-__all__ = ["PrivacyArguments", "PrivateDPOTrainer", "PrivateSFTTrainer", "private"]
+__all__ = ["PrivateDPOTrainer", "PrivateSFTTrainer", "private"]
 
 
 class TRLTrainer(PrivateTrainer):
