@@ -3372,9 +3372,9 @@ CHOSEN_PRIVATELY = [
     ),
     Mutant(
         "membership risk without the search in the ledger",
-        "ghostclip/accounting/spent.py",
-        "    if any(isinstance(event, Selection) for event in listed):\n",
-        "    if False:\n",
+        "ghostclip/accounting/attacks.py",
+        "[*releases, *selections(events)]",
+        "[*releases, *(each.events[0] for each in selections(events))]",
         ("tests/privacy/test_selection_epsilon.py",),
     ),
 ]

@@ -17,7 +17,7 @@ from ghostclip.accounting.spent import (
     epsilon_of,
     epsilon_over_time,
     epsilons_of,
-    selections,
+    used_for,
 )
 from ghostclip.accounting.words import guarantee, neighbours, samples, steps, warn_of_delta
 
@@ -42,8 +42,8 @@ __all__ = [
     "risk_of",
     "samples",
     "selection_epsilon",
-    "selections",
     "steps",
     "success_probability",
+    "used_for",
     "warn_of_delta",
 ]

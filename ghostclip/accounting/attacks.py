@@ -18,15 +18,18 @@ from typing import Any
 
 import numpy as np
 
+from ghostclip.accounting.divergences import deltas_by_divergences
 from ghostclip.accounting.losses import composed, grid_interval
-from ghostclip.accounting.spent import LEAST_NOISE, Setting, sampled_releases
-from ghostclip.events import Event
+from ghostclip.accounting.spent import LEAST_NOISE, Setting, epsilon_of, sampled_releases, selections
+from ghostclip.events import Event, Selection
 from ghostclip.validate import open_fraction, positive, probability, whole
 
 __all__ = ["FALSE_POSITIVE_RATES", "Risk", "risk", "risk_of"]
 
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
 """Where reports say the largest true-positive rate."""
+# False-positive rates are told apart from here on.
+LEAST_RATE = 1e-9
 # exp of more is no number.
 LARGEST_LOSS = 700.0
 # (false-positive rates, true-positive rates) of the best attacks, rising; an attack between two points draws lots.
@@ -124,6 +127,9 @@ def risk_of(events: Iterable[Event], *, delta: float | None = None, coarser: int
     """
     if delta is not None:
         open_fraction(delta=delta)
+    events = list(events)
+    if selections(events):
+        return _risk_by_divergences(events, delta)
     happened = sampled_releases(events)
     if not happened:
         return Risk([NO_ATTACK], delta, delta and 0.0)
@@ -132,6 +138,24 @@ def risk_of(events: Iterable[Event], *, delta: float | None = None, coarser: int
     loss = composed(happened, coarser * grid_interval(happened))
     orders = [loss._pmf_remove] if loss._symmetric else [loss._pmf_remove, loss._pmf_add]
     return Risk([_curve(order) for order in orders], delta, delta and float(loss.get_epsilon_for_delta(delta)))
+
+
+def _risk_by_divergences(events: Sequence[Event], delta: float | None) -> Risk:
+    """With a selection among the events, of which only Rényi divergences are known.
+
+    Releases that are (epsilon, delta)-private allow true-positive rates up to delta + exp(epsilon) a and up to
+    1 - exp(-epsilon) (1 - delta - a) at a false-positive rate a (Kairouz, Oh, Viswanath 2015, theorem 2.1). The least
+    over epsilons is taken at the right end of each interval between false-positive rates.
+    """
+    spent = None if delta is None else epsilon_of(events, delta=delta)
+    if epsilon_of(events, delta=LEAST_RATE) == math.inf:
+        return Risk([ALWAYS_RIGHT], delta, spent)
+    epsilons, wrong = np.linspace(0.0, epsilon_of(events, delta=LEAST_RATE), 200), np.geomspace(LEAST_RATE, 1.0, 2000)
+    releases = sampled_releases(event for event in events if not isinstance(event, Selection))
+    deltas = deltas_by_divergences([*releases, *selections(events)], list(epsilons))[:, None]
+    grown = np.exp(epsilons)[:, None]
+    right = np.minimum(deltas + grown * wrong, 1.0 - (1.0 - deltas - wrong) / grown).min(0).clip(0.0, 1.0)
+    return Risk([(np.concatenate([[0.0], wrong[:-1], [1.0]]), np.concatenate([right, [1.0]]))], delta, spent)
 
 
 def _curve(order: Any) -> Curve:

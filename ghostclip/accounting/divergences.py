@@ -14,7 +14,7 @@ import scipy
 
 from ghostclip.events import FixedSizeGaussian, SampledRelease, Selection, TruncatedGaussian
 
-__all__ = ["as_dp_event", "epsilon_by_divergences"]
+__all__ = ["as_dp_event", "deltas_by_divergences", "epsilon_by_divergences"]
 
 # Of the truncated negative binomial distribution, as dp-accounting has it: Poisson is its limit.
 SHAPES: dict[str | float, float] = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
@@ -55,13 +55,7 @@ def epsilon_by_divergences(events: Sequence[SampledRelease | Selection], delta: 
     differs by at most that in total variation. Over both neighbours and all releases that adds (1 + exp(epsilon)) times
     the sum of these probabilities to delta.
     """
-    with _without_remarks():
-        total = sum(event.count * _of_one_release(_once(event)) for event in events)
-    cuts = sum(
-        event.count * float(scipy.stats.binom.sf(event.max_batch_size, event.dataset_size, event.sample_rate))
-        for event in events
-        if isinstance(event, TruncatedGaussian)
-    )
+    total, cuts = _added_up(events)
     found = _epsilon_at(total, delta)
     if cuts == 0:
         return found
@@ -74,6 +68,28 @@ def epsilon_by_divergences(events: Sequence[SampledRelease | Selection], delta: 
         if found == math.inf:
             break
     return math.inf
+
+
+def deltas_by_divergences(events: Sequence[SampledRelease | Selection], epsilons: Sequence[float]) -> np.ndarray:
+    """Delta at each of several ``epsilons`` of at least one event, all with noise."""
+    from dp_accounting.rdp import rdp_privacy_accountant as rdp
+
+    total, cuts = _added_up(events)
+    with _without_remarks():
+        deltas = [rdp.compute_delta(rdp.DEFAULT_RDP_ORDERS, total, epsilon)[0] for epsilon in epsilons]
+    return np.minimum(np.array(deltas) + cuts * (1 + np.exp(epsilons)), 1.0)
+
+
+def _added_up(events: Sequence[SampledRelease | Selection]) -> tuple[np.ndarray, float]:
+    """The divergences of all events together, and the sum of the probabilities of cuts."""
+    with _without_remarks():
+        total = sum(event.count * _of_one_release(_once(event)) for event in events)
+    cuts = sum(
+        event.count * float(scipy.stats.binom.sf(event.max_batch_size, event.dataset_size, event.sample_rate))
+        for event in events
+        if isinstance(event, TruncatedGaussian)
+    )
+    return np.asarray(total), float(cuts)
 
 
 def _once(event: SampledRelease | Selection) -> SampledRelease | Selection:

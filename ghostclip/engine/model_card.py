@@ -67,7 +67,7 @@ def _facts(engine: PrivacyEngine, unit: str) -> dict[str, Any]:
     return {
         "epsilon": float(engine.epsilon()),
         "delta": engine.target_delta,
-        "accountant": "pld",
+        "accountant": accounting.used_for(engine.events, "pld"),
         "unit": unit,
         "neighboring": engine.neighboring,
         "membership_advantage": bound.advantage,

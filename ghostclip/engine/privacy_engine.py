@@ -288,8 +288,6 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         if not self.steps_taken:
             return found
         found += f" Its noise comes from {self._snapshots.noise.generator_for(self.model)}."
-        if accounting.selections(self.events):
-            return found  # only Rényi divergences are known
         return f"{found} Membership attacks: {accounting.risk_of(self.events)}."
 
     def risk(self, delta: float | None = None) -> accounting.Risk:

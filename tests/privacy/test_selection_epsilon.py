@@ -131,9 +131,28 @@ def test_a_selection_adds_up_with_steps_by_divergences() -> None:
     assert accounting.affordable([EVENT], SampledGaussian(0.05, 2.0), max_epsilon=found, delta=1e-5) >= 50
 
 
-def test_a_risk_is_not_computed_from_what_is_left_without_the_selection() -> None:
-    with pytest.raises(ValueError, match="only Rényi divergences of it are known"):
-        accounting.risk_of([EVENT, SampledGaussian(0.05, 2.0, 50)], delta=1e-5)
+def test_membership_bounds_of_a_search_hold_for_its_exact_rates() -> None:
+    """The largest of Gaussian draws, "yes" above a threshold or below it: both rates are known."""
+    sigma, mean = 2.0, 10.0
+    event = Selection((SampledGaussian(1.0, sigma),), mean)
+    bound = accounting.risk_of([event], delta=1e-5)
+    assert bound.epsilon == accounting.epsilon_of([event], delta=1e-5)
+    x = np.linspace(-30, 31, 4001)
+    without, with_it = (np.exp(-mean * stats.norm.sf(x, at, sigma)) for at in (0.0, 1.0))  # P[the best is at most x]
+    for wrong, right in ((1 - without, 1 - with_it), (with_it, without)):
+        assert all(bound.true_positive_rate(a) >= b - 1e-9 for a, b in zip(wrong, right, strict=True))
+    assert (without - with_it).max() < bound.advantage < 1
+    assert accounting.risk(noise_multiplier=sigma, sample_rate=1.0, steps=1).advantage < bound.advantage
+
+
+def test_membership_bounds_follow_all_epsilons() -> None:
+    bound = accounting.risk_of([EVENT, SampledGaussian(0.05, 2.0, 50)])
+    for delta in (1e-3, 1e-6):
+        grown = math.exp(accounting.epsilon_of([EVENT, SampledGaussian(0.05, 2.0, 50)], delta=delta))
+        for rate in (1e-6, 1e-3, 0.1):
+            assert bound.true_positive_rate(rate) <= 1.05 * (delta + grown * rate)
+    nothing = Selection((SampledGaussian(0.05, 0.0, 100),), 10)
+    assert accounting.risk_of([nothing]).advantage == 1.0
 
 
 def test_the_words_of_a_selection() -> None:
