@@ -286,7 +286,7 @@ def test_inductor_trains_as_eager_does_with_one_graph_of_the_passes():
         x, y = batch_of(200)
         engine = ghostclip.PrivacyEngine(
             model, torch.optim.Adam(model.parameters(), 0.01), torch.utils.data.TensorDataset(x, y), batch_size=20,
-            max_physical_batch_size=16, noise_multiplier=1.0, noise="test", seed=1,
+            sampling="without_replacement", noise_multiplier=1.0, noise="test", seed=1,
         )  # fmt: skip
         if compiled:
             engine.compile()

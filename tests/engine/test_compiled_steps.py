@@ -57,7 +57,7 @@ def test_training_is_the_same_as_eager(policy, second_pass, physical):
     options = {"clipping": POLICIES[policy], "second_pass": second_pass, "max_physical_batch_size": physical}
     engine, eager = (engine_for(compiles, **options) for compiles in (True, False))
     for each in (engine, eager):
-        runs.train(each, 12)
+        runs.train(each, 30)
     exact = TOLERANCE[torch.float64]
     torch.testing.assert_close(runs.weights(engine.model), runs.weights(eager.model), rtol=exact, atol=exact)
     record = record_of(engine)
@@ -65,7 +65,7 @@ def test_training_is_the_same_as_eager(policy, second_pass, physical):
     assert record.graphs >= 1
     assert graphs_used(engine) >= 6
     assert all(p.grad is None for p in engine.model.parameters())
-    assert engine.steps_taken == 12
+    assert engine.steps_taken == 30
 
 
 @pytest.mark.usefixtures("interpreted")
