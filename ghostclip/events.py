@@ -166,8 +166,24 @@ class CyclicGaussian(CyclicPoissonGaussian):
         return SampledGaussian(1.0, noise, min(1, turns), self.relation, self.unit)
 
 
+class _Several:
+    """Events made of others, which are about the same neighbours."""
+
+    events: tuple[SampledRelease, ...]
+
+    @property
+    def relation(self) -> str:
+        """Which data sets are neighbours."""
+        return self.events[0].relation
+
+    @property
+    def unit(self) -> str:
+        """Whose presence that is about."""
+        return self.events[0].unit
+
+
 @dataclass(frozen=True)
-class JointGaussian:
+class JointGaussian(_Several):
     """Several sums over ONE sample, each with noise of its own, as adaptive clipping releases them.
 
     Seen together they are one Gaussian release, of noise multiplier (sum of z_k^-2)^-1/2 (McMahan et al. 2018, "A
@@ -209,19 +225,9 @@ class JointGaussian:
         """Of the one sample."""
         return self.events[0].sample_rate
 
-    @property
-    def relation(self) -> str:
-        """Which data sets are neighbours."""
-        return self.events[0].relation
-
-    @property
-    def unit(self) -> str:
-        """Whose presence that is about."""
-        return self.events[0].unit
-
 
 @dataclass(frozen=True)
-class Selection:
+class Selection(_Several):
     """The best of a random number of runs over the same data; nothing else of them is released.
 
     The number is drawn from a distribution that is fixed beforehand and independently of the data (Papernot and Steinke
@@ -267,16 +273,6 @@ class Selection:
     def sample_rate(self) -> float:
         """The largest of a run's releases."""
         return max(event.sample_rate for event in self.events)
-
-    @property
-    def relation(self) -> str:
-        """Which data sets are neighbours."""
-        return self.events[0].relation
-
-    @property
-    def unit(self) -> str:
-        """Whose presence that is about."""
-        return self.events[0].unit
 
 
 Event: TypeAlias = SampledRelease | JointGaussian | Selection

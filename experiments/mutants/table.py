@@ -1830,6 +1830,13 @@ CHECKED = [
         ("tests/clipper/test_check_lines.py",),
     ),
     Mutant(
+        "a report's forecast leaves out what was released before the training",
+        "ghostclip/cli/summary.py",
+        "accounting.epsilons_of(settings.before, event",
+        "accounting.epsilons_of([], event",
+        ("tests/pages/test_cli_train.py", "-k", "good_features"),
+    ),
+    Mutant(
         "a delta of one over n is not warned about",
         "ghostclip/accounting/words.py",
         "if 1 / units <= delta < 1:",

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ghostclip
 from ghostclip.accounting import Risk, epsilon_of, risk_of
 from ghostclip.bench import naive
-from ghostclip.events import Event
+from ghostclip.events import Event, SampledGaussian
 from ghostclip.noise import noise_source
 from ghostclip.sampling import LogicalBatches
 from ghostclip.validate import nonnegative
@@ -57,6 +57,11 @@ class Settings:
     ledger: str | None = None
     memory_limit: int | None = None
     mean_noise: float | None = None
+
+    @property
+    def before(self) -> list[SampledGaussian]:
+        """What is released before the first step."""
+        return [] if self.mean_noise is None else [SampledGaussian(1.0, self.mean_noise)]
 
     @property
     def of_engine(self) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def with_forecast(curve: PrivacyCurve | None, settings: Settings, examples: int)
     marks = [round(curve.steps[-1] * share) for share in FURTHER]
     event = accounting.Setting(settings.batch_size / examples).event(settings.noise_multiplier)
     further = {
-        name: accounting.epsilons_of([], event, marks, delta=settings.delta, accountant=name.lower())
+        name: accounting.epsilons_of(settings.before, event, marks, delta=settings.delta, accountant=name.lower())
         for name in curve.epsilons
     }
     return replace(curve, forecast_steps=marks, forecasts=further)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import GhostClipper, models
-from ghostclip.accounting import ACCOUNTANTS, FALSE_POSITIVE_RATES, Risk
+from ghostclip.accounting import ACCOUNTANTS, FALSE_POSITIVE_RATES, Risk, epsilon_of
 from ghostclip.cli.methods import METHODS, Ghost, Settings, Steps, cross_entropy
 from ghostclip.cli.progress import bar
 from ghostclip.datasets import Data
@@ -142,9 +142,9 @@ def train(
         epoch: steps of an epoch, to evaluate after each; None: at the end only.
     """
     model = build(settings.model, data, settings.seed)
-    if keeping is not None and keeping.resume:  # its mean was released, and is in the checkpoint
-        settings = replace(settings, mean_noise=None)
-    steps, seen = METHODS[settings.method](settings, model, data.train), History()
+    # Where a run goes on, its mean was released, and is in the checkpoint.
+    to_take = replace(settings, mean_noise=None) if keeping is not None and keeping.resume else settings
+    steps, seen = METHODS[settings.method](to_take, model, data.train), History()
     private = settings.noise_multiplier is not None
     kept = keeping.kept(steps, seen) if keeping and isinstance(steps, Ghost) else nullcontext(lambda: None)
     with kept as after_step:
@@ -228,14 +228,15 @@ def _take(
 def _curve(
     settings: Settings, marks: Sequence[int], epsilons: dict[str, list[float]], risk: Callable[[], Risk | None]
 ) -> PrivacyCurve | None:
-    """Epsilon at the marks, from nothing spent at step 0; None unless it is known and finite at all of them."""
+    """Epsilon at the marks, from what was spent before step 1; None unless it is known and finite at all of them."""
     known = [value for values in epsilons.values() for value in values if math.isfinite(value)]
     if not known or len(known) != len(epsilons) * len(marks):
         return None
     bound = risk()
+    first = {name: epsilon_of(settings.before, delta=settings.delta, accountant=name) for name in epsilons}
     return PrivacyCurve(
         steps=[0, *marks],
-        epsilons={name.upper(): [0.0, *values] for name, values in epsilons.items()},
+        epsilons={name.upper(): [first[name], *values] for name, values in epsilons.items()},
         delta=settings.delta,
         target=settings.target_epsilon,
         advantage=bound.advantage if bound else None,

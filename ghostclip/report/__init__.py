@@ -143,8 +143,10 @@ def _plots(record: Record) -> Iterator[_Plot]:
         caption = "Epsilon spent by the first run after so many steps, by each accountant's upper bound."
         caption += " Dashed: the target of the tightest one." if spent.target is not None else ""
         caption += " Dotted: what further steps would spend." if forecast else ""
+        first = next(iter(spent.epsilons.values()))[0]
+        caption += " At step 0: what a mean of features spent, released before the training." if first else ""
         ends = " and ".join(f"{values[-1]:.3g} by {name}" for name, values in spent.epsilons.items())
-        alt = f"Line plot. Epsilon grows over {spent.steps[-1]} steps from 0 to {ends}."
+        alt = f"Line plot. Epsilon grows over {spent.steps[-1]} steps from {first:.3g} to {ends}."
         draw = partial(plots.epsilon_plot, spent.steps, spent.epsilons, spent.delta, spent.target, forecast)
         yield _Plot("epsilon.png", caption, alt, False, draw)
     losses = {run.name: (run.epochs, run.losses) for group in grouped(record.runs) if (run := group.first).losses}

@@ -16,6 +16,7 @@ from ghostclip import accounting, datasets, models
 from ghostclip.cli import main, train
 from ghostclip.cli.methods import METHODS, Settings
 from ghostclip.cli.plan import runs_of
+from ghostclip.cli.summary import with_forecast
 from ghostclip.cli.training import Keeping, build
 from ghostclip.cli.training import train as train_once
 from ghostclip.engine import micro_batching
@@ -122,7 +123,12 @@ def test_a_network_of_good_features_has_their_mean_first(tmp_path):
     assert 0.99 < spent <= 1
     assert plan.settings.mean_noise == pytest.approx(plan.settings.noise_multiplier * math.sqrt(0.88 / 0.12 / 8))
     data = datasets.load("digits", None, None)
-    once = train_once(few, data, "private", lambda *step: None, keeping=kept)
+    once = train_once(few, data, "private", lambda *step: None, marks=(1,), keeping=kept)
+    # The report's curve begins with the mean, and what would follow goes on from what was spent.
+    alone = accounting.epsilon_of([SampledGaussian(1.0, few.mean_noise)], delta=1e-5)
+    assert once.curve.epsilons["PLD"] == [alone, once.run.epsilons["PLD"]]
+    further = with_forecast(once.curve, replace(few, ledger=None), 1437)
+    assert further.forecasts["PLD"][0] == pytest.approx(once.run.epsilons["PLD"])
     assert once.model.centre.mean.norm() > 0.1
     # One step and the mean; a run that goes on releases no other.
     on = train_once(replace(few, epochs=2), data, "private", lambda *step: None, keeping=replace(kept, resume=True))
