@@ -22,6 +22,8 @@ __all__ = ["PREFIX", "PrivateMean", "private_mean"]
 PREFIX = "before-"
 # Rows that are cut and summed at a time, in float64.
 CHUNK = 8192
+# By which rows are cut shorter than the bound: more than norms and sums of a million rows may be off in float64.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,5 +133,5 @@ def _cut(rows: Tensor, bound: float) -> Tensor:
     """Rows [n, d] in float64, cut to norm ``bound``; zeros where a norm is not finite."""
     rows = rows.detach().double()
     norms = rows.norm(dim=1, keepdim=True)
-    weights = (bound / norms).clamp(max=1.0)  # a norm of 0 gives inf, which is cut to 1
+    weights = (bound * (1.0 - ROUNDING) / norms).clamp(max=1.0)  # a norm of 0 gives inf, which is cut to 1
     return torch.where(norms.isfinite(), rows * weights, 0.0)
