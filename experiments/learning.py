@@ -38,7 +38,7 @@ EPSILON, DELTA, TRAINING, CLASSES, PATCHES, PIXELS = 3.0, 1e-5, 1437, 10, 16, 4
 
 
 class Setting(NamedTuple):
-    """One training, by Adam, or by SGD with ``momentum``; ``width`` is the transformer's, 0: the tutorial's CNN."""
+    """One training, by Adam, or by SGD with ``momentum``; of a CNN of so many ``convolutions``, 0: the transformer."""
 
     about: str
     batch: int = 256
@@ -49,6 +49,7 @@ class Setting(NamedTuple):
     clipping: float = 1.0
     private: bool = True
     momentum: float | None = None
+    convolutions: int = 0
 
 
 SETTINGS = {
@@ -64,9 +65,26 @@ SETTINGS = {
     "clipping 10": Setting("the same with clipping norm 10", 512, 40, 3e-2, cosine=False, clipping=10.0),
     "clipping 100": Setting("the same with clipping norm 100", 512, 40, 3e-2, cosine=False, clipping=100.0),
     "clipping 0.1": Setting("the same with clipping norm 0.1", 512, 40, 3e-2, cosine=False, clipping=0.1),
-    "cnn": Setting("the tutorial's CNN; batch 256, 20 epochs, Adam at 0.01", rate=1e-2, cosine=False, width=0),
+    "cnn": Setting(
+        "a CNN of two convolutions; batch 256, 20 epochs, Adam at 0.01", rate=1e-2, cosine=False, convolutions=2
+    ),
+    "cnn, SGD": Setting(
+        "the same; batch 512, 30 epochs, SGD at 0.21 with momentum 0.9",
+        512,
+        30,
+        0.21,
+        False,
+        momentum=0.9,
+        convolutions=2,
+    ),
     "tutorial": Setting(
-        "the same; batch 512, 30 epochs, SGD at 0.21 with momentum 0.9", 512, 30, 0.21, False, 0, momentum=0.9
+        "the tutorial's CNN, of one convolution; batch 512, 20 epochs, SGD at 0.4 with momentum 0.9",
+        512,
+        20,
+        0.4,
+        False,
+        momentum=0.9,
+        convolutions=1,
     ),
 }
 
@@ -100,14 +118,18 @@ class Transformer(nn.Module):
         return self.head(self.blocks(self.embed(patches) + self.positions).mean(1))
 
 
-def network(width: int) -> nn.Module:
-    """The transformer, or the CNN of docs/tutorial.md."""
-    if width:
-        return Transformer(width)
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, CLASSES),
-    )  # fmt: skip
+def network(setting: Setting) -> nn.Module:
+    """The transformer; or a CNN, of one convolution that of docs/tutorial.md."""
+    if not setting.convolutions:
+        return Transformer(setting.width)
+    first = [
+        nn.Unflatten(1, (1, 8)),
+        nn.Conv2d(1, 32 // setting.convolutions, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    ]
+    second = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)] if setting.convolutions == 2 else []
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(128 if second else 512, CLASSES))
 
 
 def losses_of(model: nn.Module, batch: Any) -> Tensor:
@@ -136,7 +158,7 @@ def noise_for(batch: int, epochs: int) -> float:
 def run(setting: Setting) -> dict[str, float]:
     """One training: test accuracy, and what its trace says of the whole gradient."""
     train, test = digits()
-    model = network(setting.width)
+    model = network(setting)
     steps = setting.epochs * round(TRAINING / setting.batch)
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=setting.rate)
     if setting.momentum is not None:
@@ -189,7 +211,7 @@ def markdown(results: dict[str, Any]) -> str:
     """A row for each setting: medians, and the range of the accuracies."""
     lines = [
         f"Test accuracy (360 digits) of trainings that spend epsilon {EPSILON:g} at delta {DELTA:g}: median (range) of "
-        f"{results['runs']} runs. Noise: its norm in the mean gradient, and the same over the root of the number of "
+        "the runs. Noise: its norm in the mean gradient, and the same over the root of the number of "
         "steps. snr and clipped: medians of the traced steps, for the whole gradient.",
         "",
         "| setting | trained parameters | steps | noise over clipping norm | the same over all steps | snr, first step "
@@ -207,7 +229,7 @@ def markdown(results: dict[str, Any]) -> str:
             over = first["noise_norm"] / row["setting"]["clipping"]
             cells = [f"{first['parameters']:,}", f"{steps}", f"{over:.2f}", f"{over / math.sqrt(steps):.2f}"]
             cells += [f"{middle['snr_first']:.3f}", f"{middle['snr']:.3f}", f"{middle['clipped']:.0%}"]
-        lines.append(f"| {row['setting']['about']} | {' | '.join(cells)} | {spread} |")
+        lines.append(f"| {row['setting']['about']} | {' | '.join(cells)} | {len(runs)} | {spread} |")
     return "\n".join([*lines, "", f"At commit {results['commit']}.", ""])
 
 
@@ -230,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = [run(setting) for _ in range(options.runs)]
         rows[name] = {"setting": setting._asdict(), "runs": runs}
         print(name, [round(each["accuracy"], 3) for each in runs], runs[0], file=sys.stderr, flush=True)
-    results = {"runs": options.runs, "commit": commit(), "settings": rows}
+    results = {"commit": commit(), "settings": rows}
     path.write_text(json.dumps(results, indent=1) + "\n")
     (options.out / f"{FILE}.md").write_text(markdown(results))
     return 0

@@ -72,7 +72,7 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(page, folder):
     if page == "docs/own_layers.md":
         assert "Linear (declared)" in str(names["clipper"].explain())
     if page == "docs/tutorial.md":
-        assert names["accuracy"] > 0.8
+        assert names["accuracy"] > 0.86  # 89 to 93% in twenty runs
     if page == "docs/clipping.md":  # what its comments say
         assert names["norms"].shape == (16,)
         assert {name: tuple(norm.shape) for name, norm in names["by_layer"].items()} == {"0": (16,), "3": (16,)}
