@@ -27,11 +27,13 @@ DEFAULT_EPOCHS, MAX_NORM = 30, 1.0
 NOISE_PER_STEP, LARGEST_RATE = 0.002, 0.5
 ADAM_RATE = 1e-3
 # Of networks whose last layer starts at zero, on features of unit norm.
-ADAM_RATES = {"oriented": 0.03}
+ADAM_RATES = {"oriented": 0.03, "oriented-linear": 0.03}
 LOWER_TARGETS = (3.0, 1.0)  # shown beside the target asked for, where that is larger
 # Options that training without privacy does not take; beside a private run it has its own of the others, too.
 PRIVATE = ("epsilon", "noise_multiplier", "noise", "max_norm", "max_physical_batch_size", "memory_limit", "ledger")
 OWN = ("optimizer", "batch_size", "learning_rate")
+# Those that another model beside it has of its own.
+OF_MODEL = ("epochs", "max_norm", *OWN)
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,15 @@ class Recipe:
         return noise * math.sqrt((1.0 - self.mean_share) / (self.mean_share * steps))
 
 
-# {epsilon: recipe} of the oriented network; others take the nearest.
-RECIPES = {1.0: Recipe(8, 0.25, 28.0, 0.12), 3.0: Recipe(12, 0.2, 42.0, 0.08), 8.0: Recipe(20, 0.2, 60.0, 0.05)}
+# {model: {epsilon: recipe}} of networks on oriented features; other epsilons take the nearest.
+RECIPES = {
+    "oriented": {1.0: Recipe(8, 0.25, 28.0, 0.12), 3.0: Recipe(12, 0.2, 42.0, 0.08), 8.0: Recipe(20, 0.2, 60.0, 0.05)},
+    "oriented-linear": {
+        1.0: Recipe(8, 0.2, 30.0, 0.14), 3.0: Recipe(12, 0.1, 40.0, 0.06), 8.0: Recipe(20, 0.1, 60.0, 0.04)
+    },
+}  # fmt: skip
+# {model: another one that is trained beside it, and its name in tables}
+BESIDE = {"oriented": ("oriented-linear", "linear model")}
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,11 @@ def runs_of(arguments: argparse.Namespace, examples: int) -> Iterator[PlannedRun
         lower = [target for target in LOWER_TARGETS if target < first and wants_comparison(arguments)]
         for target in (first, *lower):
             yield _planned(arguments, examples, f"private, epsilon {target:g}", target=target)
+        if wants_comparison(arguments) and arguments.model in BESIDE:
+            model, name = BESIDE[arguments.model]
+            beside = argparse.Namespace(**vars(arguments) | dict.fromkeys(OF_MODEL) | {"model": model})
+            for target in (first, *lower):
+                yield _planned(beside, examples, f"{name}, epsilon {target:g}", target=target)
     if wants_comparison(arguments):
         others = dict.fromkeys((*PRIVATE, *OWN)) | {"method": "nonprivate"}
         yield _planned(argparse.Namespace(**vars(arguments) | others), examples, "non-private")
@@ -109,8 +123,9 @@ def _check(arguments: argparse.Namespace, examples: int) -> None:
             raise UsageError(f"--method {arguments.method} is there for comparison and keeps no --ledger; leave it out")
         if arguments.max_physical_batch_size == "auto":
             raise UsageError(f"--method {arguments.method} takes a number as --max-physical-batch-size; give one")
-        if arguments.model == "oriented":
-            raise UsageError(f"--method {arguments.method} releases no mean of features, which --model oriented needs")
+        if arguments.model in RECIPES:
+            needs = f"which --model {arguments.model} needs"
+            raise UsageError(f"--method {arguments.method} releases no mean of features, {needs}")
     if arguments.ledger is not None and arguments.compare:
         raise UsageError("the runs beside yours would be charged to the --ledger, too; give it or --compare, not both")
     if arguments.epsilon is not None and arguments.noise_multiplier is not None:
@@ -132,7 +147,7 @@ def _planned(
 ) -> PlannedRun:
     """A run with that much noise, or the least that meets the target."""
     private = arguments.method != "nonprivate"
-    recipe = _recipe(target) if private and arguments.model == "oriented" else None
+    recipe = _recipe(arguments.model, target) if private and arguments.model in RECIPES else None
     usual = 64 if not private else examples if recipe else 512 if examples < 10_000 else 1024
     batch_size = arguments.batch_size or min(usual, examples)
     usual_epochs = DEFAULT_EPOCHS if recipe is None else recipe.steps
@@ -175,10 +190,10 @@ def _planned(
     return PlannedRun(name, settings, steps, calibration_seconds)
 
 
-def _recipe(target: float | None) -> Recipe:
+def _recipe(model: str, target: float | None) -> Recipe:
     """The one whose epsilon is nearest."""
-    target = DEFAULT_EPSILON if target is None else target
-    return RECIPES[min(RECIPES, key=lambda epsilon: abs(math.log(epsilon / target)))]
+    target, recipes = DEFAULT_EPSILON if target is None else target, RECIPES[model]
+    return recipes[min(recipes, key=lambda epsilon: abs(math.log(epsilon / target)))]
 
 
 def learning_rate(

@@ -132,7 +132,8 @@ def run_table(runs: Sequence[TrainingRun], delta: float, speeds: Mapping[str, fl
         if speeds:
             # "auto" keeps what it can, as "cached" does.
             speed = speeds.get("cached" if run.method == "auto" else run.method)
-            row["step time"] = "-" if speed is None else f"{speeds[BASELINE] / speed:.2f}"
+            other = run.model != groups[0].first.model
+            row["step time"] = "-" if speed is None or other else f"{speeds[BASELINE] / speed:.2f}"
         rows.append(row)
     if speeds:
         notes.append(f"step time is over an ordinary step's of the same {batch_size} examples")

@@ -83,7 +83,7 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     add("--max-norm", type=float, metavar="C", help="clipping norm")
     about = "defaults depend on the size of the training set"
     add = parser.add_argument_group("training", about).add_argument
-    add("--epochs", type=int, metavar="E", help=f"default: {DEFAULT_EPOCHS}; for oriented what its recipe says")
+    add("--epochs", type=int, metavar="E", help=f"default: {DEFAULT_EPOCHS}; for oriented networks by recipe")
     add("--batch-size", type=int, metavar="B", help="expected size of a Poisson-sampled batch")
     most = "most examples in memory at once; auto: as many as fit, found at the first step (default: a whole batch)"
     add("--max-physical-batch-size", type=count_or_auto, metavar="N", help=most)

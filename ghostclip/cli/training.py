@@ -175,6 +175,7 @@ def train(
         learning_rate=settings.learning_rate,
         batch_size=settings.batch_size,
         seed=settings.seed,
+        model=settings.model,
         accuracies=seen.accuracies,
         compilation_seconds=seen.compilation_seconds,
         generator=steps.generator if settings.noise_multiplier else "",

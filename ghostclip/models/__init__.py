@@ -1,14 +1,25 @@
-"""Networks of `ghostclip.nn` layers, by name: the five of Lee & Kifer (2020, section 6.1.1), and `OrientedCNN`."""
+"""Networks of `ghostclip.nn` layers, by name: five of Lee & Kifer (2020, section 6.1.1), two on oriented features."""
 
 from torch.nn import Module
 
 from ghostclip.models.networks import CNN, MLP, LSTMClassifier, RNNClassifier, TransformerClassifier
 from ghostclip.models.oriented import OrientedCNN
+from ghostclip.models.oriented_linear import OrientedLinear
 from ghostclip.validate import one_of, positive_int
 
-__all__ = ["CNN", "MLP", "NAMES", "LSTMClassifier", "OrientedCNN", "RNNClassifier", "TransformerClassifier", "build"]
+__all__ = [
+    "CNN",
+    "MLP",
+    "NAMES",
+    "LSTMClassifier",
+    "OrientedCNN",
+    "OrientedLinear",
+    "RNNClassifier",
+    "TransformerClassifier",
+    "build",
+]
 
-NAMES = ("mlp", "cnn", "rnn", "lstm", "transformer", "oriented")
+NAMES = ("mlp", "cnn", "rnn", "lstm", "transformer", "oriented", "oriented-linear")
 
 
 def build(name: str, input_shape: tuple[int, ...], classes: int, vocabulary: int | None = None) -> Module:
@@ -36,7 +47,8 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, vocabulary: int
         return MLP(input_shape, classes)
     if len(input_shape) != 3:
         raise ValueError(f"{name} takes images [channels, height, width]; {_inputs(input_shape, vocabulary)}")
-    kinds = {"cnn": CNN, "rnn": RNNClassifier, "lstm": LSTMClassifier, "oriented": OrientedCNN}
+    kinds = {"cnn": CNN, "rnn": RNNClassifier, "lstm": LSTMClassifier}
+    kinds |= {"oriented": OrientedCNN, "oriented-linear": OrientedLinear}
     return kinds[name](input_shape, classes)
 
 

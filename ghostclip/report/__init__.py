@@ -149,7 +149,8 @@ def _plots(record: Record) -> Iterator[_Plot]:
         alt = f"Line plot. Epsilon grows over {spent.steps[-1]} steps from {first:.3g} to {ends}."
         draw = partial(plots.epsilon_plot, spent.steps, spent.epsilons, spent.delta, spent.target, forecast)
         yield _Plot("epsilon.png", caption, alt, False, draw)
-    losses = {run.name: (run.epochs, run.losses) for group in grouped(record.runs) if (run := group.first).losses}
+    main = _of_main(grouped(record.runs))
+    losses = {run.name: (run.epochs, run.losses) for group in main if (run := group.first).losses}
     if losses:
         caption = "Mean loss of each step's batch; thin as it was, strong smoothed."
         caption += " Of the first seed's runs." if len(grouped(record.runs)) < len(record.runs) else ""
@@ -165,8 +166,8 @@ def _plots(record: Record) -> Iterator[_Plot]:
 
 
 def _accuracy_plots(groups: Sequence[RunGroup]) -> Iterator[_Plot]:
-    """Test accuracy by epoch, and by epsilon where there are two or more."""
-    known = [group for group in groups if all(run.accuracies for run in group.runs)]
+    """Test accuracy of the main network by epoch, and of all by epsilon where there are two or more."""
+    known = [group for group in _of_main(groups) if all(run.accuracies for run in group.runs)]
     several = any(len(group.runs) > 1 for group in groups)
     if known:
         over = {group.first.name: [run.accuracies for run in group.runs] for group in known}
@@ -174,15 +175,27 @@ def _accuracy_plots(groups: Sequence[RunGroup]) -> Iterator[_Plot]:
         caption += " Line: mean of the seeds. Band: least to greatest." if several else ""
         ends = "; ".join(f"{group.first.name}: {group.mean('accuracy'):.1%} at the end" for group in known)
         yield _Plot("accuracy.png", caption, f"Line plot. {ends}.", False, partial(plots.accuracy_plot, over))
-    spent = {next(iter(group.first.epsilons.values()), 0.0): group.accuracies for group in groups}
-    finite = {epsilon: accuracies for epsilon, accuracies in spent.items() if 0 < epsilon < math.inf}
-    if len(finite) > 1:
+    finite: dict[str, dict[float, list[float]]] = {}
+    for group in groups:
+        epsilon = next(iter(group.first.epsilons.values()), 0.0)
+        if 0 < epsilon < math.inf:
+            finite.setdefault(group.first.model or "private", {})[epsilon] = group.accuracies
+    if any(len(found) > 1 for found in finite.values()):
         beside = [group for group in groups if group.first.noise_multiplier is None]
         caption = "Accuracy at the end of training, a dot for each run, over the epsilon it spent."
         caption += " Dashed: without privacy." if beside else ""
-        ends = "; ".join(f"epsilon {key:.3g}: {sum(found) / len(found):.1%}" for key, found in sorted(finite.items()))
+        ends = "; ".join(
+            f"{name}, epsilon {epsilon:.3g}: {sum(found) / len(found):.1%}"
+            for name, of in finite.items()
+            for epsilon, found in sorted(of.items())
+        )
         draw = partial(plots.accuracy_by_epsilon_plot, finite, beside[0].accuracies if beside else ())
         yield _Plot("accuracy_by_epsilon.png", caption, f"Plot of mean test accuracy. {ends}.", False, draw)
+
+
+def _of_main(groups: Sequence[RunGroup]) -> list[RunGroup]:
+    """The trainings of the network that the report is about."""
+    return [group for group in groups if group.first.model == groups[0].first.model]
 
 
 def _finite(values: Sequence[float], place: int) -> str:

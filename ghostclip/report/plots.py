@@ -76,24 +76,27 @@ def accuracy_plot(accuracies: Mapping[str, Sequence[Sequence[float]]]) -> bytes:
     return _png(figure)
 
 
-def accuracy_by_epsilon_plot(accuracies: Mapping[float, Sequence[float]], baseline: Sequence[float] = ()) -> bytes:
+def accuracy_by_epsilon_plot(
+    accuracies: Mapping[str, Mapping[float, Sequence[float]]], baseline: Sequence[float] = ()
+) -> bytes:
     """Test accuracy at the end of training over the epsilon spent: a dot for each run, a line through the means.
 
     Args:
-        accuracies: {epsilon: of each run}; epsilons are finite and > 0.
+        accuracies: {network: {epsilon: of each run}}; epsilons are finite and > 0.
         baseline: of runs without privacy, whose mean is a dashed line.
     """
     figure, axes = _axes("Test accuracy by privacy spent", "epsilon (log scale)", "test accuracy (%)")
-    epsilons = sorted(accuracies)
-    means, colour = [100 * float(np.mean(accuracies[epsilon])) for epsilon in epsilons], _colours()[0]
-    axes.plot(epsilons, means, color=colour, linewidth=1.8, label="private: mean of the runs")
-    for epsilon in epsilons:
-        shares = [100 * share for share in accuracies[epsilon]]
-        axes.plot([epsilon] * len(shares), shares, "o", color=colour, markersize=5)
+    for colour, (name, found) in zip(cycle(_colours()), accuracies.items(), strict=False):
+        epsilons = sorted(found)
+        means = [100 * float(np.mean(found[epsilon])) for epsilon in epsilons]
+        axes.plot(epsilons, means, color=colour, linewidth=1.8, label=f"{name}: mean of the runs")
+        for epsilon in epsilons:
+            axes.plot([epsilon] * len(found[epsilon]), [100 * share for share in found[epsilon]], "o", color=colour)
     if baseline:
         axes.axhline(100 * float(np.mean(baseline)), color=GREY, linewidth=1.2, linestyle="--", label="without privacy")
     axes.set_xscale("log")
-    axes.set_xticks(epsilons, [f"{epsilon:.3g}" for epsilon in epsilons])
+    ticks = {f"{epsilon:.3g}": epsilon for found in accuracies.values() for epsilon in found}
+    axes.set_xticks(list(ticks.values()), list(ticks))
     axes.minorticks_off()
     axes.set_ylim(top=100)
     _legend(axes)

@@ -31,6 +31,7 @@ class TrainingRun:
         accuracies: accuracy after each epoch; NaN for an epoch without evaluation, empty for none.
         calibration_seconds: time to find the noise for a target; 0 in all runs of a name but the first.
         compilation_seconds: time for which training waited for the C compiler.
+        model: the network; None: the one that the report is about.
         generator: where the noise's random numbers came from, in words; "" without noise.
     """
 
@@ -53,6 +54,7 @@ class TrainingRun:
     calibration_seconds: float = 0.0
     compilation_seconds: float = 0.0
     generator: str = ""
+    model: str | None = None
 
 
 @dataclass(frozen=True)

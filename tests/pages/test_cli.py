@@ -100,7 +100,7 @@ def test_calibrated_noise_keeps_the_target_as_printed(capsys):
         (["epsilon", "--noise-multiplier", "1"], "give --sample-rate and --steps, or --examples"),
         (["epsilon", "--noise-multiplier", "nan", *SAMPLING], "noise_multiplier must be a finite number > 0; got nan"),
         (["calibrate", "--epsilon", "1", *SAMPLING, "--batch-size", "6001"], "at most the number of examples, 6000"),
-        (["check", "resnet"], "lstm, transformer, oriented, or module:factory; got 'resnet'"),
+        (["check", "resnet"], "lstm, transformer, oriented, oriented-linear, or module:factory; got 'resnet'"),
         (["check", "nowhere:make"], "ModuleNotFoundError: No module named 'nowhere'"),
         (["check", "networks:number"], "TypeError: 'int' object is not callable"),
         (["explain", "networks:bad"], "the model can't be clipped exactly as it is"),

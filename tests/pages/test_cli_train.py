@@ -138,6 +138,23 @@ def test_a_network_of_good_features_has_their_mean_first(tmp_path):
         assert outcome.run.epsilons["PLD"] == pytest.approx(accounting.epsilon_of(events, delta=1e-5))
 
 
+def test_a_linear_model_is_planned_beside_the_network_with_settings_of_its_own():
+    parser = argparse.ArgumentParser()
+    train.add_train(parser)
+    words = ["--model", "oriented", "--epsilon", "3", "--max-norm", "0.5", "--epochs", "2"]
+    plans = list(runs_of(parser.parse_args(words), 1437))
+    assert [(plan.name, plan.settings.model, plan.steps, plan.settings.max_norm) for plan in plans[:-1]] == [
+        ("private, epsilon 3", "oriented", 2, 0.5), ("private, epsilon 1", "oriented", 2, 0.5),
+        ("linear model, epsilon 3", "oriented-linear", 12, 0.1), ("linear model, epsilon 1", "oriented-linear", 8, 0.2),
+    ]  # fmt: skip
+    for plan in plans[:-1]:
+        noises = [(plan.settings.noise_multiplier, plan.steps), (plan.settings.mean_noise, 1)]
+        spent = accounting.epsilon_of([SampledGaussian(1.0, *each) for each in noises], delta=1e-5)
+        assert 0.99 * plan.settings.target_epsilon < spent <= plan.settings.target_epsilon
+    alone = parser.parse_args([*words, "--no-compare"])
+    assert [plan.name for plan in runs_of(alone, 1437)] == ["private, epsilon 3"]
+
+
 def test_memory_that_holds_no_example_is_told_in_one_line(capsys):
     limit = ["--max-physical-batch-size", "auto", "--memory-limit", "1kB"]
     assert main(["train", "--model", "mlp", "--noise-multiplier", "1", *QUICK, *limit]) == 2

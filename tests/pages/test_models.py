@@ -1,4 +1,6 @@
-"""The paper's networks, and one more: sizes, what they take, and that no output depends on another example."""
+"""The paper's networks, and two more: sizes, what they take, and that no output depends on another example."""
+
+import math
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ CASES = {
     "rnn": (IMAGE, None, 128 * 28 + 128 * 128 + 2 * 128 + 128 * 2 + 2),
     "lstm": (IMAGE, None, 4 * (128 * 28 + 128 * 128 + 2 * 128) + 128 * 2 + 2),
     "oriented": (IMAGE, None, 12 * 9 + 12 * 28 * 28 * 2),
+    "oriented-linear": (IMAGE, None, 16 * 8 * 8 * 2),
     "transformer": ((12,), 50, 50 * 200 + 4 * 200 * 201 + 2 * 400 + 512 * 201 + 200 * 513 + 2 * 201),
 }
 
@@ -68,7 +71,7 @@ def test_inputs_that_do_not_fit_are_refused(name, shape, vocabulary, expected):
 def test_ghost_norms_and_sums_equal_the_loop(name, second_pass):
     shape, vocabulary, _ = CASES[name]
     model = models.build(name, shape, 2, vocabulary).double()
-    if name == "oriented":
+    if name.startswith("oriented"):
         model.output.weight.data.normal_()  # which starts at zero, and passes no gradient on
     inputs = inputs_for(name, 3)
     batch = (inputs if vocabulary else inputs.double(), torch.tensor([0, 1, 1]))
@@ -78,3 +81,29 @@ def test_ghost_norms_and_sums_equal_the_loop(name, second_pass):
         return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
     assert clipper.verify(loss_fn, batch) <= 1e-10
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_slopes_go_to_the_two_nearest_of_sixteen_directions(channels):
+    """Images of one slope each, against the angle computed by trigonometry."""
+    angles = torch.linspace(-3.1, 3.1, 40)
+    y, x = torch.meshgrid(torch.arange(6.0), torch.arange(5.0), indexing="ij")
+    planes = (angles.cos()[:, None, None] * x + angles.sin()[:, None, None] * y)[:, None].repeat(1, channels, 1, 1)
+    module = models.oriented_linear
+    found = module._slopes_by_direction(planes, module._turned())[:, :, 2, 2]
+    step = 2 * math.pi / 16
+    for angle, shares in zip(angles.tolist(), found, strict=True):
+        place = (angle / step) % 16
+        below, rest = int(place), place - int(place)
+        expected = torch.zeros(16)
+        expected[below] = channels * math.sin((1 - rest) * step) / math.sin(step)
+        expected[(below + 1) % 16] = channels * math.sin(rest * step) / math.sin(step)
+        torch.testing.assert_close(shares, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_features_of_an_image_depend_on_no_other_and_have_norm_one():
+    model, images = models.build("oriented-linear", IMAGE, 2), torch.rand(3, *IMAGE)
+    features = model.features(images)
+    torch.testing.assert_close(features.norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(model.features(images[1:2]), features[1:2])
+    assert model.features(torch.zeros(1, *IMAGE)).isfinite().all()

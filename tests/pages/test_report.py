@@ -55,6 +55,17 @@ def test_the_table_of_a_command_has_accuracy_epsilon_and_time():
     assert "step time" not in run_table([PLAIN], 1e-5, {}, 0)
 
 
+def test_another_network_beside_the_main_one_has_a_line_over_epsilon_and_no_step_time(tmp_path):
+    runs = [PRIVATE, LOWER, *(replace(run, name=f"linear {run.name}", model="linear") for run in (PRIVATE, LOWER))]
+    shown = run_table(runs, 1e-5, RECORD.speeds, 64).splitlines()
+    assert [line.split()[-1] for line in shown[2:6]] == ["2.00", "2.00", "-", "-"]
+    report.write(replace(RECORD, runs=runs), tmp_path)
+    drawn = {plot.file: plot.alt for plot in report._plots(replace(RECORD, runs=runs))}
+    assert "private, epsilon 7.99: 93.4%; linear, epsilon 2.99: 80.0%" in drawn["accuracy_by_epsilon.png"]
+    assert all("linear" not in drawn[name] for name in ("accuracy.png", "loss.png"))
+    assert decoded((tmp_path / "accuracy_by_epsilon.png").read_bytes())[0] > 0
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A report in a folder that did not exist."""
@@ -130,7 +141,7 @@ GAPS = [
     (plots.loss_plot, {"one": (1, [math.nan])}),
     (plots.loss_plot, {}),
     (plots.accuracy_plot, {"one": [[0.5, math.nan], [0.25, 0.75]], "other": [[math.nan] * 3]}),
-    (plots.accuracy_by_epsilon_plot, {1.0: [0.5], 8.0: [0.7, 0.9]}),
+    (plots.accuracy_by_epsilon_plot, {"cnn": {1.0: [0.5], 8.0: [0.7, 0.9]}, "linear": {8.0: [0.8]}}),
 ]  # fmt: skip
 
 
