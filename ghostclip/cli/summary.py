@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ghostclip
@@ -20,9 +20,10 @@ from ghostclip.bench.machine import commit, describe
 from ghostclip.bench.measure import take_turns, timed
 from ghostclip.bench.methods import CONTENDERS
 from ghostclip.cli.methods import Settings
+from ghostclip.cli.predictions import confusion, misread_digits, predicted
 from ghostclip.cli.training import Outcome, build, norms_of
 from ghostclip.datasets import Data
-from ghostclip.report import NormSnapshot, PrivacyCurve, Record, TrainingRun, grouped
+from ghostclip.report import NormSnapshot, PrivacyCurve, Record, ShownExample, TrainingRun, grouped
 
 __all__ = ["record_of", "run_table", "with_forecast"]
 
@@ -37,28 +38,37 @@ log = logging.getLogger("ghostclip")
 
 
 def record_of(
-    data: Data, outcomes: Sequence[Outcome], *, norms: bool, speeds: bool, command: str | None = None
+    data: Data,
+    outcomes: Sequence[Outcome],
+    *,
+    page: bool,
+    speeds: bool,
+    command: str | None = None,
+    weights: str | None = None,
 ) -> Record:
     """Everything a report tells.
 
     Args:
         data: that was trained on.
         outcomes: of all runs, the main one first.
-        norms: measure every training example's gradient norm too, where the first run was private.
+        page: count the test examples of each class by their predicted class, too, and where the first run was private
+            measure every training example's gradient norm.
         speeds: time a step of the main methods too.
         command: that is being run.
+        weights: file beside the report that has the first run's.
     """
     first, main, timed, snapshot = outcomes[0], outcomes[0].settings, {}, None
+    runs, shown = _counted(data, outcomes) if page else ([outcome.run for outcome in outcomes], [])
     machine = describe()
     if speeds:
         log.info("timing a step of each method; this takes about %d s", SPEED_SECONDS)
         timed = _examples_per_second(build(main.model, data, main.seed), data.train)
-    if norms and main.noise_multiplier is not None:
+    if page and main.noise_multiplier is not None:
         snapshot = NormSnapshot(norms_of(first, data.train), main.max_norm)
     return Record(
         title=f"{main.model.upper() if len(main.model) < 5 else main.model.title()} on {data.name}",
         settings=asdict(main) | {"training examples": len(data.train), "test examples": len(data.test)},
-        runs=[outcome.run for outcome in outcomes],
+        runs=runs,
         speeds=timed,
         speed_batch_size=min(SPEED_BATCH, len(data.train)) if speeds else 0,
         privacy=with_forecast(first.curve, main, len(data.train)),
@@ -66,8 +76,24 @@ def record_of(
         machine=machine,
         versions=_versions(),
         command=command,
+        shown=shown,
+        weights=weights,
         date=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
     )
+
+
+def _counted(data: Data, outcomes: Sequence[Outcome]) -> tuple[list[TrainingRun], list[ShownExample]]:
+    """The runs with their errors by class, and examples to look at, by the first run of each name."""
+    found = [predicted(outcome.model, data.test) for outcome in outcomes]
+    labels = data.test.tensors[1]
+    first: dict[str, Tensor] = {}
+    for outcome, classes in zip(outcomes, found, strict=True):
+        first.setdefault(outcome.run.name, classes)
+    runs = [
+        replace(outcome.run, confusion=confusion(classes, labels, data.classes))
+        for outcome, classes in zip(outcomes, found, strict=True)
+    ]
+    return runs, misread_digits(data, first)
 
 
 def _examples_per_second(model: nn.Module, data: TensorDataset) -> dict[str, float]:

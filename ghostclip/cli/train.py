@@ -134,7 +134,8 @@ def run_train(arguments: argparse.Namespace) -> int:
             raise
     told = arguments.report is not None
     speeds = wants_comparison(arguments)
-    record = record_of(data, outcomes, norms=told, speeds=speeds, command=arguments.command_line)
+    command, weights = arguments.command_line, WEIGHTS if told else None
+    record = record_of(data, outcomes, page=told, speeds=speeds, command=command, weights=weights)
     page = None
     try:
         if told:

@@ -18,14 +18,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from ghostclip import GhostClipper, models
 from ghostclip.accounting import ACCOUNTANTS, FALSE_POSITIVE_RATES, Risk, epsilon_of
 from ghostclip.cli.methods import METHODS, Ghost, Settings, Steps, cross_entropy
+from ghostclip.cli.predictions import EVALUATION_BATCH, accuracy
 from ghostclip.cli.progress import bar
 from ghostclip.datasets import Data
 from ghostclip.native import seconds_compiling
 from ghostclip.report import PrivacyCurve, TrainingRun
 
-__all__ = ["Keeping", "Outcome", "Watch", "accuracy", "build", "norms_of", "train"]
-
-EVALUATION_BATCH = 512
+__all__ = ["Keeping", "Outcome", "Watch", "build", "norms_of", "train"]
 
 log = logging.getLogger("ghostclip")
 
@@ -243,19 +242,6 @@ def _curve(
         advantage=bound.advantage if bound else None,
         true_positive_rates={rate: bound.true_positive_rate(rate) for rate in FALSE_POSITIVE_RATES} if bound else {},
     )
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, examples: TensorDataset) -> float:
-    """Share of the examples the model classifies correctly; the model is left in the mode it was in."""
-    training = model.training
-    model.eval()
-    correct = sum(
-        int((model(inputs).argmax(1) == labels).sum())
-        for inputs, labels in DataLoader(examples, batch_size=EVALUATION_BATCH)
-    )
-    model.train(training)
-    return correct / len(examples)
 
 
 def norms_of(outcome: Outcome, examples: TensorDataset) -> list[float]:

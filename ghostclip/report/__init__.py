@@ -14,11 +14,31 @@ from typing import Any, NamedTuple
 
 import ghostclip
 from ghostclip.report import plots
-from ghostclip.report.record import NormSnapshot, PrivacyCurve, Record, RunGroup, TrainingRun, grouped, plain
+from ghostclip.report.record import (
+    NormSnapshot,
+    PrivacyCurve,
+    Record,
+    RunGroup,
+    ShownExample,
+    TrainingRun,
+    grouped,
+    plain,
+)
 
-__all__ = ["NormSnapshot", "PrivacyCurve", "Record", "RunGroup", "TrainingRun", "grouped", "prepare", "write"]
+__all__ = [
+    "NormSnapshot",
+    "PrivacyCurve",
+    "Record",
+    "RunGroup",
+    "ShownExample",
+    "TrainingRun",
+    "grouped",
+    "prepare",
+    "write",
+]
 
 PAGE, FIGURES = "index.html", "report.json"
+MOST_CLASSES = 20  # of a table of errors by class
 ROOM = 4 << 20  # bytes; several times what a report takes
 
 
@@ -123,6 +143,7 @@ def figures(record: Record) -> dict[str, Any]:
             "examples_per_second": record.speeds,
             "speed_batch_size": record.speed_batch_size,
             "privacy": asdict(record.privacy) if record.privacy else None,
+            "weights": record.weights,
             "machine": record.machine,
             "versions": record.versions,
             "command": record.command,
@@ -223,7 +244,11 @@ def _page(record: Record, images: list[_Image]) -> str:
 
     loader = jinja2.PackageLoader("ghostclip.report", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"figure": _figure, "base64": lambda png: base64.b64encode(png).decode()}
+    environment.filters |= {
+        "figure": _figure,
+        "base64": _base64,
+        "picture": plots.picture,
+    }
     accountants = list(dict.fromkeys(name for run in record.runs for name in run.epsilons))
     groups = grouped(record.runs)
     template = environment.get_template("page.html.jinja")
@@ -235,9 +260,15 @@ def _page(record: Record, images: list[_Image]) -> str:
         modes={run.noise for run in record.runs} - {None},
         generators=sorted({run.generator for run in record.runs if run.noise == "standard"} - {""}),
         meanings=_meanings(groups, record.privacy.delta) if record.privacy else [],
+        mistaken=[group for group in groups if 0 < len(group.confusion) <= MOST_CLASSES],
         seeds=max(len(group.runs) for group in groups),
         version=ghostclip.__version__,
     )
+
+
+def _base64(png: bytes) -> str:
+    """A PNG as pages hold it."""
+    return base64.b64encode(png).decode()
 
 
 def _figure(value: str | int | float) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "epsilon_plot",
     "loss_plot",
     "norm_plot",
+    "picture",
 ]
 
 # Okabe & Ito's colours, told apart by colour-blind readers too.
@@ -174,6 +175,15 @@ def norm_plot(norms: Sequence[float], max_norm: float) -> bytes:
     axes.plot([], [], color=above, linewidth=6, label=f"clipped: {clipped:.0%} of examples")
     _legend(axes, location="upper left")
     return _png(figure)
+
+
+def picture(pixels: Sequence[Sequence[float]]) -> bytes:
+    """A grey image of one dot for each of H rows of W pixels in [0, 1], 1 being white."""
+    from matplotlib.image import imsave
+
+    buffer = io.BytesIO()
+    imsave(buffer, np.asarray(pixels), cmap="gray", vmin=0.0, vmax=1.0, format="png")
+    return buffer.getvalue()
 
 
 @dataclass(frozen=True)

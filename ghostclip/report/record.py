@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["NormSnapshot", "PrivacyCurve", "Record", "RunGroup", "TrainingRun", "grouped", "plain"]
+__all__ = ["NormSnapshot", "PrivacyCurve", "Record", "RunGroup", "ShownExample", "TrainingRun", "grouped", "plain"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class TrainingRun:
         compilation_seconds: time for which training waited for the C compiler.
         model: the network; None: the one that the report is about.
         generator: where the noise's random numbers came from, in words; "" without noise.
+        confusion: K rows of K numbers of test examples: those of a class, by their predicted class; empty: not counted.
     """
 
     name: str
@@ -55,6 +56,7 @@ class TrainingRun:
     compilation_seconds: float = 0.0
     generator: str = ""
     model: str | None = None
+    confusion: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,16 @@ class RunGroup:
     def accuracies(self) -> list[float]:
         """Each run's accuracy at the end of training."""
         return [run.accuracy for run in self.runs]
+
+    @property
+    def confusion(self) -> list[list[int]]:
+        """The sum of the runs' tables of classes; empty where one has none."""
+        tables = [run.confusion for run in self.runs]
+        return (
+            [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*tables, strict=True)]
+            if all(tables)
+            else []
+        )
 
     def mean(self, name: str) -> float:
         """The mean over the runs of their attribute ``name``, a number."""
@@ -131,6 +143,21 @@ class NormSnapshot:
 
 
 @dataclass(frozen=True)
+class ShownExample:
+    """A public test image and what the trainings take it for.
+
+    Attributes:
+        pixels: H rows of W shares of white, in [0, 1].
+        label: its class.
+        predicted: {training: class by its first run's model}.
+    """
+
+    pixels: Sequence[Sequence[float]]
+    label: int
+    predicted: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Record:
     """The data of a report.
 
@@ -146,6 +173,8 @@ class Record:
         versions: {program: version}.
         command: the command line that made the report; None: not shown.
         date: of the report; None: not shown.
+        shown: test images, for the page alone.
+        weights: file beside the page that has the first run's weights; None: they weren't saved.
     """
 
     title: str
@@ -159,6 +188,8 @@ class Record:
     versions: Mapping[str, str] = field(default_factory=dict)
     command: str | None = None
     date: str | None = None
+    shown: Sequence[ShownExample] = ()
+    weights: str | None = None
 
 
 def grouped(runs: Sequence[TrainingRun]) -> list[RunGroup]:

@@ -9,11 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from matplotlib import image
+from torch.utils.data import TensorDataset
 
 from ghostclip import report
+from ghostclip.cli.predictions import confusion, misread_digits
 from ghostclip.cli.summary import run_table
-from ghostclip.report import NormSnapshot, PrivacyCurve, Record, TrainingRun, plots
+from ghostclip.datasets import Data
+from ghostclip.report import NormSnapshot, PrivacyCurve, Record, ShownExample, TrainingRun, plots
 
 EPSILONS, LOSSES = {"PLD": 7.99, "RDP": 8.75}, [2.3, math.nan, 1.25]
 PRIVATE = TrainingRun(
@@ -76,8 +80,9 @@ def folder(tmp_path_factory) -> Path:
 
 def tables(page: str) -> list[list[list[str]]]:
     """The cells of every table, row by row."""
+    cell = "<t[hd](?: [^>]*)?>(.*?)</t[hd]>"
     return [
-        [re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in re.findall("<tr.*?>(.*?)</tr>", table, re.DOTALL)]
+        [re.findall(cell, row) for row in re.findall("<tr.*?>(.*?)</tr>", table, re.DOTALL)]
         for table in re.findall("<table.*?>(.*?)</table>", page, re.DOTALL)
     ]
 
@@ -100,7 +105,7 @@ def test_page_holds_its_plots_and_fetches_nothing(folder):
 
 def test_page_tells_the_figures_and_what_is_not_private(folder):
     page = (folder / "index.html").read_text()
-    for text in ("93.4%", "98.5%", "7.990", "8.750", "1.510", "1,234", "2,500", "2.00", "one batch of 64", "1e-05",
+    for text in ("93.4%", "98.5%", "7.990", "8.750", "1.510", "2,500", "2.00", "one batch of 64", "1e-05",
                  "75.0% of the examples are clipped", "<td>sgd</td><td>0.4664</td><td>512</td>",
                  "another run gives another accuracy", "Dashed: the target"):  # fmt: skip
         assert text in page
@@ -134,6 +139,41 @@ def test_the_page_names_the_generators_of_standard_noise(tmp_path):
     page = report.write(replace(RECORD, runs=runs), tmp_path).read_text()
     assert "Standard noise comes from AES-256 or ChaCha20, and" in page
     assert "SipHash" not in page
+
+
+def test_errors_are_counted_by_class_and_added_up_over_the_seeds(tmp_path):
+    labels, classes = torch.tensor([0, 0, 1, 2, 2, 2]), torch.tensor([0, 1, 1, 0, 2, 2])
+    counts = confusion(classes, labels, 3)
+    assert counts == [
+        [sum(1 for pair in zip(labels, classes, strict=True) if pair == (i, j)) for j in range(3)] for i in range(3)
+    ]
+    runs = [replace(PRIVATE, confusion=counts), replace(OTHER_SEED, confusion=[[2, 0, 0], [0, 0, 1], [0, 0, 3]]), PLAIN]
+    page = report.write(replace(RECORD, runs=runs), tmp_path).read_text()
+    (table,) = [table for table in tables(page) if table[0] == ["", "0", "1", "2"]]
+    assert table[1:] == [["0", "3", "1", ""], ["1", "", "1", "1"], ["2", "1", "", "5"]]
+    assert page.count('class="wrong"') == 3
+    assert json.loads((tmp_path / "report.json").read_text())["runs"][0]["confusion"] == counts
+
+
+def test_the_page_shows_the_digits_that_are_misread_most(tmp_path):
+    images, labels = torch.rand(6, 1, 8, 8), torch.tensor([0, 0, 1, 1, 1, 0])
+    data = Data("digits", TensorDataset(images, labels), TensorDataset(images, labels), (1, 8, 8), 2)
+    said = {"private": torch.tensor([0, 1, 0, 1, 0, 1]), "non-private": torch.tensor([0, 0, 1, 1, 0, 1])}
+    shown = misread_digits(data, said)
+    # The second 0 and the last are misread once and twice; of the 1s the first once, the last twice.
+    assert shown == [
+        ShownExample(images[5, 0].tolist(), 0, {"private": 1, "non-private": 1}),
+        ShownExample(images[4, 0].tolist(), 1, {"private": 0, "non-private": 0}),
+    ]
+    assert misread_digits(replace(data, name="mnist"), said) == []
+    record = replace(RECORD, shown=shown[:1], weights="some.safetensors")
+    page = report.write(record, tmp_path).read_text()
+    assert ["private", "1"] in next(table for table in tables(page) if "test image" in table[0])
+    png = b64decode(re.search(r'base64,([^"]+)" alt="image of a 0"', page)[1])
+    assert torch.tensor(image.imread(io.BytesIO(png), format="png"))[:, :, 0] == pytest.approx(
+        images[5, 0], abs=1 / 128
+    )
+    assert "some.safetensors" in page
 
 
 GAPS = [
