@@ -287,7 +287,7 @@ TRAINER: dict[str, Callable[[], None]] = {
     'train_sampling_strategy="group_by_length"': lambda: trainer(train_sampling_strategy="group_by_length"),
     "auto_find_batch_size": lambda: trainer(auto_find_batch_size=True),
     "label_smoothing_factor": lambda: trainer(label_smoothing_factor=0.1),
-    "torch_compile": lambda: trainer(torch_compile=True),
+    "torch_compile by another backend": lambda: trainer(torch_compile=True, torch_compile_backend="eager"),
     "neftune_noise_alpha": lambda: trainer(neftune_noise_alpha=5.0),
     "include_num_input_tokens_seen": lambda: trainer(include_num_input_tokens_seen=True),
     "reentrant gradient checkpointing": lambda: trainer(

@@ -3090,9 +3090,30 @@ BY_MARKS = [
         ("tests/clipper/test_row_layouts.py", "-k", "by_values"),
     ),
     Mutant(
+        "what is done to a part in place follows no example",
+        MOVES,
+        "each.abs() / (4 * examples)).all()) for",
+        "each.abs() / (4 * examples)).any()) for",
+        (*PARTS, "index_is_looked_at"),
+    ),
+    Mutant(
+        "the part itself is not looked at where it is changed in place",
+        MOVES,
+        "        if below is not None\n    )\n\n\ndef _in_any",
+        "        if below is not None and slot\n    )\n\n\ndef _in_any",
+        (*PARTS, "operation_in_place"),
+    ),
+    Mutant(
+        "forwards that give the same show that examples were exchanged",
+        RERUN,
+        "    return not _same(*[rerun.outputs for rerun in reruns])\n",
+        "    return True\n",
+        ("tests/clipper/test_measured_in_part.py",),
+    ),
+    Mutant(
         "indices are not looked at",
         MOVES,
-        "[_moves(uses.nodes[place], dim, examples) for place, dim in self.indexed]",
+        "[_moves(uses.nodes[place], rows, examples) for place, rows in self.indexed]",
         "[]",
         (*TRAPPED, "index_permutes"),
     ),
@@ -3106,8 +3127,8 @@ BY_MARKS = [
     Mutant(
         "an order along another dimension moves the examples",
         MOVES,
-        ") if dim is None else dim in moved\n",
-        ") if dim is None else bool(moved)\n",
+        ") if rows is None else rows.dim in moved\n",
+        ") if rows is None else bool(moved)\n",
         (*PARTS, "moves_nothing"),
     ),
     Mutant(

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ghostclip.graph import operations as op
 from ghostclip.graph.nodes import ACCUMULATE, Edge, saved_dimensions, shape_of
-from ghostclip.graph.owners import Owned, Rows
+from ghostclip.graph.owners import Owned, Rows, rows_in_order
 from ghostclip.graph.reader import Uses
 from ghostclip.native.custom_ops import constant_values, is_traced
 from ghostclip.nn.base import LayerCall
+from ghostclip.norms.ragged import RowIndex
 
 __all__ = ["Movements", "movements"]
 
@@ -29,12 +30,12 @@ class Movements:
     """What has to be looked at in each batch of a structure, whose ownership is measured where rows moved.
 
     Attributes:
-        indexed: (place of a node, the dimension along which its subject has the examples; None if that isn't known).
+        indexed: (place of a node, how its subject's rows belong to the examples; None if that isn't known).
         views: (place of a node, rows of its input, rows of its output) of reshapes that leave the examples in place
             only where sizes agree.
     """
 
-    indexed: Sequence[tuple[int, int | None]] = ()
+    indexed: Sequence[tuple[int, Rows | None]] = ()
     views: Sequence[tuple[int, Rows, Rows]] = ()
 
     def moved(self, uses: Uses, examples: int) -> bool:
@@ -44,7 +45,7 @@ class Movements:
             _unit(node.next_functions[0], before, examples) != _unit((node, 0), after, examples)
             for node, before, after in views
         ]
-        moved += [_moves(uses.nodes[place], dim, examples) for place, dim in self.indexed]
+        moved += [_moves(uses.nodes[place], rows, examples) for place, rows in self.indexed]
         return any(moved)
 
 
@@ -63,19 +64,19 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
     spread = any(each.is_shared and node not in constant for (node, _), each in owned.items())
     if uses.hooked or by_lengths or spread:
         return None
-    indexed, views = list[tuple[int, int | None]](), list[tuple[int, Rows, Rows]]()
+    indexed, views = list[tuple[int, Rows | None]](), list[tuple[int, Rows, Rows]]()
     for place, node in enumerate(uses.nodes):
         if node in constant or type(node) is ACCUMULATE or isinstance(getattr(node, "call", None), LayerCall):
             continue
         if (word := op.word_of(node)) in op.INDEXED:
             edge = _subject(node, word)
-            dim, along = _dim(edge, owned), saved_dimensions(node, len(_shape(edge)))
+            rows, along = _rows(edge, owned), saved_dimensions(node, len(_shape(edge)))
             # Rows of a table move to where the examples are, which the result shows.
-            if edge[0] in constant or (dim is not None and along and dim not in along):
+            if edge[0] in constant or (rows is not None and along and rows.dim not in along):
                 continue
             if word in op.BY_VALUE:
-                indexed.append((place, dim))
-            elif _moves(node, dim, examples):
+                indexed.append((place, rows))
+            elif _moves(node, rows, examples):
                 return None
         elif _may_mix(node, word, owned):
             return None
@@ -107,6 +108,8 @@ def _worked(node: Any, word: str, slot: int, edge: Edge) -> Collection[int]:
         return {total - 2} if slot in (1, 2) else set()
     if word in op.FIRST:
         return range(1, total)
+    if word in op.BY_CHANNEL:  # F.instance_norm has the examples among the channels, of a batch of one
+        return {0, *range(2, total)} if slot == 0 and node._saved_training else ()
     if (shape := getattr(node, "_saved_normalized_shape", None)) is not None:
         return range(total - len(shape), total)
     if word in op.LAST:
@@ -122,10 +125,16 @@ def _shape(edge: Edge) -> torch.Size:
     return torch.Size(call.shape) if isinstance(call, LayerCall) else shape_of(edge)
 
 
+def _rows(edge: Edge, owned: Mapping[Edge, Owned]) -> Rows | None:
+    """How rows belong to the examples; None where they don't, or it isn't known."""
+    found = owned.get(edge)
+    return None if found is None or found.zero else found.rows
+
+
 def _dim(edge: Edge, owned: Mapping[Edge, Owned]) -> int | None:
     """The dimension that has the examples; None where there is none, or it isn't known."""
-    found = owned.get(edge)
-    return None if found is None or found.rows is None or found.zero else found.rows.dim
+    rows = _rows(edge, owned)
+    return None if rows is None else rows.dim
 
 
 def _regular(edge: Edge, owned: Mapping[Edge, Owned]) -> Rows | None:
@@ -159,17 +168,17 @@ def _subject(node: Any, word: str) -> Edge:
     return below if word in op.OTHER_DIMENSIONS and below[0] is not None else (node, 0)
 
 
-def _moves(node: Any, dim: int | None, examples: int) -> bool:
+def _moves(node: Any, rows: Rows | None, examples: int) -> bool:
     """Whether an indexing operation may move entries along the dimension of its subject that has the examples.
 
     Where that isn't known, it may be the first, or any that has at least as many entries.
     """
     word = op.word_of(node)
     if word == op.COPY_INTO_SLICES:
-        return not _copies_in_place(node, dim)
+        return rows is None or not _copies_in_place(node, rows, examples)
     shape = _shape(node.next_functions[0] if node.next_functions[0][0] is not None else (node, 0))
     moved = _moved_dimensions(node, word, shape)
-    return any(each == 0 or shape[each] >= examples for each in moved) if dim is None else dim in moved
+    return any(each == 0 or shape[each] >= examples for each in moved) if rows is None else rows.dim in moved
 
 
 def _moved_dimensions(node: Any, word: str, shape: torch.Size) -> Collection[int]:
@@ -185,33 +194,48 @@ def _moved_dimensions(node: Any, word: str, shape: torch.Size) -> Collection[int
     return saved or ([0] if word == op.EMBEDDING else range(len(shape)))
 
 
-def _copies_in_place(node: Any, dim: int | None) -> bool:
-    """Whether a copy into a part of a tensor puts entries of each example to entries of this example.
+def _copies_in_place(node: Any, rows: Rows, examples: int) -> bool:
+    """Whether what is done to a part of a tensor in place leaves the entries of each example to this example.
 
-    A copy doesn't say which part it writes; its backward, given the number of each entry's example, hands the sources
-    the numbers of the examples to which their entries went. Sources have their examples in the dimension of that size.
+    The node doesn't say what is done, and to which part. Its backward does: given 1, 2, ... as the numbers of examples
+    in place of ones, it gives each input as many times as much as the example's number says.
 
     Args:
-        node: a copy, with the tensor it writes into as its output.
-        dim: of the output, the dimension that has the examples.
+        node: with the whole tensor as its output, and as its first input.
+        rows: of the output.
+        examples: B.
     """
-    sources = [slot for slot, (below, _) in enumerate(node.next_functions) if slot and below is not None]
-    if not sources or dim is None or is_traced():  # what is done to a part in place isn't known
+    output, size = node._input_metadata[0], _shape((node, 0))[rows.dim]
+    # While a graph is written down, nothing can be looked at.
+    if is_traced() or isinstance(rows.order, RowIndex) or size % examples or not output.dtype.is_floating_point:
         return False
-    shape, output = _shape((node, 0)), node._input_metadata[0]
-    numbers = torch.arange(shape[dim], dtype=output.dtype, device=output.device)
-    if not numbers.is_floating_point() or shape[dim] > 2 / torch.finfo(numbers.dtype).eps:
-        return False
+    ones = torch.ones(_shape((node, 0)), dtype=output.dtype, device=output.device)
+    numbers = ones * _numbered(ones, rows, examples)
     with torch.no_grad():
-        handed = node(numbers.view([-1 if place == dim else 1 for place in range(len(shape))]).expand(shape))
+        plain, marked = (found if isinstance(found, tuple) else (found,) for found in (node(ones), node(numbers)))
     return all(
-        handed[slot] is not None
-        and any(
-            size == shape[dim] and bool((handed[slot].movedim(own, -1) == numbers).all())
-            for own, size in enumerate(handed[slot].shape)
-        )
-        for slot in sources
+        each is not None
+        and _follows(each, marked[slot], [rows] if slot == 0 else _in_any_dimension(each, examples), examples)
+        for slot, (each, (below, _)) in enumerate(zip(plain, node.next_functions, strict=False))
+        if below is not None
     )
+
+
+def _in_any_dimension(tensor: Tensor, examples: int) -> Iterable[Rows]:
+    """How rows of a tensor may belong to the examples."""
+    return (Rows(dim, order) for dim, size in enumerate(tensor.shape) for order in rows_in_order(size, examples))
+
+
+def _numbered(tensor: Tensor, rows: Rows, examples: int) -> Tensor:
+    """The number of each row's example, from 1, to be broadcast to the tensor."""
+    numbers = 1 + rows.owners(tensor.shape[rows.dim], examples, tensor.device)
+    return numbers.to(tensor.dtype).view([-1 if dim == rows.dim else 1 for dim in range(tensor.dim())])
+
+
+def _follows(ones: Tensor, marked: Tensor, candidates: Iterable[Rows], examples: int) -> bool:
+    """Whether one is the other times the numbers of examples, up to rounding, by some order of rows."""
+    expected = (ones * _numbered(ones, rows, examples) for rows in candidates)
+    return any(bool(((marked - each).abs() <= each.abs() / (4 * examples)).all()) for each in expected)
 
 
 def _indexed_dimensions(indices: tuple[Tensor | None, ...], shape: torch.Size) -> set[int]:

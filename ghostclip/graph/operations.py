@@ -73,7 +73,7 @@ HIDING_CONSTANTS = (INDEXED - {"Flip", "Roll", "Sort", "Topk"}) | {
 EXPANDING = {"Expand", "Repeat"}
 # How many of the last dimensions an operation goes along; all others that don't say go along all.
 LAST = {"AdaptiveAvgPool2D": 2, "AdaptiveAvgPool3D": 3, "AdaptiveMaxPool2D": 2, "AdaptiveMaxPool3D": 3, "AvgPool2D": 2,
-        "AvgPool3D": 3, "Cdist": 2, "Cholesky": 2, "FractionalMaxPool2D": 2, "FractionalMaxPool3D": 3,
+        "AvgPool3D": 3, "Cdist": 1, "Cholesky": 2, "FractionalMaxPool2D": 2, "FractionalMaxPool3D": 3,
         "FusedRmsNorm": 1,
         "LinalgCholeskyEx": 2, "LinalgDet": 2, "LinalgEig": 2, "LinalgEigh": 2, "LinalgInvEx": 2, "LinalgLuFactorEx": 2,
         "LinalgMatrixExp": 2, "LinalgPinv": 2, "LinalgQr": 2, "LinalgSlogdet": 2, "LinalgSvd": 2, "MaxPool2D": 2,
@@ -82,10 +82,12 @@ LAST = {"AdaptiveAvgPool2D": 2, "AdaptiveAvgPool3D": 3, "AdaptiveMaxPool2D": 2, 
         "UpsampleTrilinear3D": 3}  # fmt: skip
 # These have the examples in the first dimension and go along all others.
 FIRST = {"AffineGridGenerator", "BatchNormNoUpdate", "Col2Im", "ConvDepthwise2D", "ConvDepthwise3D", "Convolution",
-         "ConvolutionBackward", "CudnnBatchNorm", "CudnnConvolution", "CudnnConvolutionTranspose", "Im2Col",
-         "MiopenConvolution", "MultiMarginLoss", "MultilabelMarginLoss", "NativeBatchNorm", "NativeGroupNorm",
+         "ConvolutionBackward", "CudnnConvolution", "CudnnConvolutionTranspose", "Im2Col",
+         "MiopenConvolution", "MultiMarginLoss", "MultilabelMarginLoss", "NativeGroupNorm",
          "NllLoss", "NllLoss2D", "SlowConv2D", "ThnnFusedGruCell", "ThnnFusedLstmCell",
          "WeightNormInterface"}  # fmt: skip
+# These have channels in the second dimension and, while training, go along all others.
+BY_CHANNEL = {"CudnnBatchNorm", "NativeBatchNorm"}
 # Whose dimension alone doesn't say whether the examples move.
 BY_VALUE = {"Index", "IndexPut", "UnsafeIndex", "UnsafeIndexPut", "IndexSelect", MASKED_SCATTER, "Embedding", "Gather",
              "Scatter", "ScatterAdd", "ScatterReduce", "IndexAdd", "IndexCopy", "IndexFill", "IndexReduce",

@@ -79,7 +79,7 @@ def check_shared(
 
     Returns:
         Whether that was shown, or nothing had to be: what is computed from parameters alone depends on no example.
-        False where the layers read the same in both forwards, as in a batch whose examples are alike.
+        False where both forwards gave the same, as in a batch whose examples are alike.
     """
     found = computed(uses, region)
     saving = [node for node in found if _may_save(type(node))]
@@ -105,15 +105,15 @@ def check_shared(
         "before this place"
     )
     _refuse_unknown([node for node in saving if node not in pairs], why, names)
-    met = [boundary for boundary in region.boundaries if boundary.node in pairs]
-    for boundary in met:
-        nodes = pairs[boundary.node]
-        if not _same(*[rerun.entering(boundary, node) for rerun, node in zip(reruns, nodes, strict=True)]):
+    for boundary in region.boundaries:
+        nodes = pairs.get(boundary.node)
+        if nodes is not None and not _same(
+            *[rerun.entering(boundary, node) for rerun, node in zip(reruns, nodes, strict=True)]
+        ):
             raise mixes(boundary.node, names)
-    # Where no layer reads examples, they come to an operation with parameters.
-    return _examples_changed(pairs, uses, region, owned, names, asked=bool(saving)) or any(
-        not _same(*map(_saved, pairs[boundary.node])) for boundary in met
-    )
+    if saving:
+        _refuse_unchanged(pairs, uses, region, owned, names)
+    return not _same(*[rerun.outputs for rerun in reruns])
 
 
 def _refuse_unknown(nodes: Iterable[Any], why: str, names: ParameterNames) -> None:
@@ -140,30 +140,21 @@ def _takes_constants(node: Any, names: ParameterNames) -> bool:
     return sum(isinstance(each, Tensor) and names.holds(each) for each in _saved(node)) >= constants
 
 
-def _examples_changed(
-    pairs: Mapping[Any, Any], uses: Uses, region: SharedSubgraph, owned: Mapping[Subject, Owned],
-    names: ParameterNames, asked: bool,
-) -> bool:  # fmt: skip
-    """Whether the layers that read the examples read others in both forwards.
-
-    Raises:
-        UnsupportedModelError: one read the same, and its examples aren't alike; if that is ``asked``.
-    """
-    changed = False
+def _refuse_unchanged(
+    pairs: Mapping[Any, Any], uses: Uses, region: SharedSubgraph, owned: Mapping[Subject, Owned], names: ParameterNames
+) -> None:
+    """Raises UnsupportedModelError where a layer read the same in both forwards, though its examples aren't alike."""
     for call in uses.calls:
         node, rows = uses.capturing[call], owned[call].rows
-        if call.sources or rows is None or node in region.calls or node not in pairs:
+        if call.sources or rows is None or node in region.calls or node not in pairs or not node.saved_tensors:
             continue
-        if not _same(*[each.saved_tensors for each in pairs[node]]):
-            changed = True
-        elif asked and node.saved_tensors and not _are_alike(node.saved_tensors[0], rows):
+        if _same(*[each.saved_tensors for each in pairs[node]]) and not _are_alike(node.saved_tensors[0], rows):
             raise UnsupportedModelError(
                 f"whether what all examples share depends on them could not be tried: {names.layer(call)} read the "
                 "same when rows of the batch were overwritten, since its examples are not in the first dimension of "
                 f"what the forward was given; put them there, or {REMEDY}",
                 name=names.layer(call), place=call,
             )  # fmt: skip
-    return changed
 
 
 def _are_alike(tensor: Tensor, rows: Rows) -> bool:
@@ -182,6 +173,7 @@ class _Rerun(TorchFunctionMode):
         examples: B.
 
     Attributes:
+        outputs: what it gave.
         values: two numbers of what each operation gave, by the tensor's place in the graph.
         followers: see `_followers`.
     """
@@ -191,6 +183,7 @@ class _Rerun(TorchFunctionMode):
         self.values: dict[Edge, Tensor] = {}
         with self:
             outputs = run(part, examples)
+        self.outputs = [output.detach() for output in outputs]
         self.followers = _followers(from_below(*[output.grad_fn for output in outputs]))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

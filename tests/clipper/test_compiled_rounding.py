@@ -81,8 +81,7 @@ def worst(case, clipping=MAX_NORM, **options):
         clipper.clip(of, (*batch, factor * last))
         found = max(found, sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None))
     assert clipper.compiled.refusals == []
-    (plan,) = clipper.compiled._plans.values()
-    assert plan.region is not None
+    assert clipper.compiled.graphs  # batches to which one gives no result, since a norm overflows, run without it
     return found**0.5 / MAX_NORM
 
 

@@ -62,7 +62,14 @@ class Own(torch.autograd.Function):
         return grad
 
 
-EYE = torch.eye(6)
+def in_part(h, change, factor=1.0):
+    """Changes half of a tensor's entries in place, which are a factor times ``h`` before."""
+    whole = torch.stack([h * factor, h * factor], -1)
+    change(whole[..., 0])
+    return whole.sum(-1) if h.dim() == 2 else whole.sum((1, -1))
+
+
+EYE, IMAGES = torch.eye(6), torch.randn(6, 2, WIDTH)
 ALWAYS = {
     "a product with data from the left": lambda m, h: EYE @ h,
     "a product with data from the right": lambda m, h: (h.T @ EYE).T,
@@ -84,6 +91,12 @@ NEVER = {
     "rows of a parameter": lambda m, h: h * m.bare[torch.tensor([2, 0, 1, 3, 3, 1])],
     "an order within examples": lambda m, h: h[:, torch.tensor([2, 0, 1, 3, 4])],
     "a reshape": lambda m, h: h.view(6, 1, WIDTH).repeat(1, 2, 1).sum(1),
+    "a normalization of each example": lambda m, h: F.instance_norm(h[:, None])[:, 0],
+    "distances from a table": lambda m, h: torch.cdist(h, m.bare),
+    "data added in place": lambda m, h: in_part(h, lambda part: part.add_(IMAGES[:, 0])),
+    "rows added in place": lambda m, h: in_part(h, lambda part: part.add_(h.sin())),
+    "a product with rows in place": lambda m, h: in_part(h, lambda part: part.mul_(h[:, :1])),
+    "several rows of each example in place": lambda m, h: in_part(m.first(IMAGES).mul(h[:, None]), torch.sin_),
 }
 BY_INDEX = {
     "an index": lambda m, h, order: h[order],
@@ -94,9 +107,12 @@ BY_INDEX = {
     "an index along another dimension": lambda m, h, order: h[None][:, order][0],
     "an index of what counts nothing": lambda m, h, order: h + 0.0 * h[None][:, order][0],
     "scatter": lambda m, h, order: torch.zeros_like(h).scatter(0, order[:, None].expand_as(h), h),
+    "a product with data in place": lambda m, h, order: in_part(h, lambda part: part.addmm_(EYE[order], h), 0.0),
+    "index_put in place": lambda m, h, order: in_part(h, lambda part: part.index_put_((order,), h), 0.0),
 }
 SEES_ORDER = (
-    "an index", "index_select", "index_put", "an index along another dimension", "an index of what counts nothing"
+    "an index", "index_select", "index_put", "an index along another dimension", "an index of what counts nothing",
+    "a product with data in place", "index_put in place",
 )  # fmt: skip
 IN_ORDER, PERMUTED = torch.arange(6), torch.tensor([3, 1, 5, 0, 2, 4])
 
@@ -159,6 +175,14 @@ def by_orders():
 @pytest.mark.parametrize("between", [by_orders(), lambda m, h: torch.cat([h[::2], h[1::2]])], ids=["index", "parts"])
 def test_what_was_irregular_is_measured_in_every_batch(between):
     assert measured([6] * 10, between) == list(range(1, 11))
+
+
+def test_another_operation_in_place_is_seen_in_its_batch():
+    """The graph doesn't say which operation it is."""
+    left = iter([torch.sin_] * 4 + [lambda part: part.cumsum_(0)])
+    with pytest.raises(UnsupportedModelError, match="examples mix"):
+        measured([6] * 5, lambda m, h: in_part(h, next(left)))
+    assert next(left, None) is None
 
 
 @pytest.mark.parametrize(
