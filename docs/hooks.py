@@ -18,8 +18,10 @@ from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = "repository"
-# Pages without anything beside them: the first one, and tables of fourteen columns.
-WHOLE = {"index.md": ["navigation", "toc"], "supported_models.md": ["toc"]}
+# Pages without a table of contents beside them: the first one, and tables of fourteen columns.
+WHOLE = {"index.md": ["toc"], "supported_models.md": ["toc"]}
+# The navigation stays beside pages in windows of 1,100 pixels and more; the theme makes it a menu below 1,220.
+WIDTHS = {"76.25em": "68.75em", "76.234375em": "68.734375em"}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")
 # A list right after a paragraph, which is a list on GitHub and none in Python-Markdown.
 LIST = re.compile(r"^(?![-\s|>#`]).+\n(?=- )", re.MULTILINE)
@@ -71,6 +73,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return posixpath.relpath(place, posixpath.dirname(here) or ".")
 
     return LIST.sub(r"\g<0>\n", LINK.sub(moved, markdown))
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """The theme's files with our widths for its."""
+    for path in (Path(config.site_dir) / "assets").rglob("*.min.*"):
+        if path.suffix in (".css", ".js"):
+            text = path.read_text()
+            for width, ours in WIDTHS.items():
+                text = text.replace(width, ours)
+            path.write_text(text)
 
 
 def on_page_content(content: str, **_: Any) -> str:

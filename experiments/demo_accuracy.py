@@ -6,8 +6,8 @@ repeated for each of several seeds, the private ones of the convolutional networ
 
     python experiments/demo_accuracy.py [--only WORD ...] [--seeds N] [--repeats N] [--out FOLDER]
 
-writes demo_accuracy.json and demo_accuracy.md; trainings left out by --only keep their figures. README.md quotes them,
-and a test compares.
+writes demo_accuracy.json, .md and .png; trainings left out by --only keep their figures, and with none (--only none)
+the other two are written anew. README.md quotes them, and a test compares.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ghostclip.bench.machine import describe, in_words
 from ghostclip.cli import train
 from ghostclip.cli.plan import PlannedRun, runs_of
 from ghostclip.cli.training import train as trained
+from ghostclip.report.plots import accuracy_by_epsilon_plot
 
 RESULTS = Path(__file__).parent / "results"
 FILE = "demo_accuracy"
@@ -123,8 +124,21 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"Machine: {in_words(results['machine'])}.", ""])
 
 
+def plot(results: dict[str, Any]) -> bytes:
+    """The accuracies over epsilon, a line for each network, as README.md shows them."""
+    found: dict[str, dict[float, list[float]]] = {}
+    ordinary: list[float] = []
+    for name, row in results["trainings"].items():
+        accuracies = [accuracy for runs in row["accuracies"].values() for accuracy in runs]
+        if row["target_epsilon"] is None:
+            ordinary += accuracies
+        elif not name.endswith(WITHOUT):
+            found.setdefault(MODELS[name.split(",")[0]], {})[row["target_epsilon"]] = accuracies
+    return accuracy_by_epsilon_plot(found, ordinary)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains, and writes both files after each training of the demo."""
+    """Trains, and writes the figures after each training of the demo, then what is made of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="WORD", help="trainings with one of these words in their names")
     parser.add_argument("--seeds", type=int, default=5, help="initial weights: 0, 1, ... (default: 5)")
@@ -150,7 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "trainings": {one.name: known[one.name] for one in plans if one.name in known},
         }
         path.write_text(json.dumps(results, indent=1) + "\n")
-        path.with_suffix(".md").write_text(markdown(results))
+    results = json.loads(path.read_text())
+    path.with_suffix(".md").write_text(markdown(results))
+    path.with_suffix(".png").write_bytes(plot(results))
     return 0
 
 
