@@ -276,7 +276,7 @@ def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: b
             for call in uses.calls
         ],
         [number for number, call in enumerate(uses.calls) if owned[call].zero],
-        [(uses.places[node], number) for node, number in _silent_edges(batch.losses, at)],
+        [(uses.places[node], number) for node, number in _silent_edges(batch.losses, uses, at)],
         KnownShared.of(uses, owned, region),
         [boundary.rows for boundary in boundaries],
         moves,
@@ -300,8 +300,12 @@ def _of_one(losses: Tensor, uses: Uses) -> RowLayout:
     return RowLayout([*calls, *(() if region is None else region.uses)], regrouping, stored=not uses.calls)
 
 
-def _silent_edges(losses: Tensor, owned: Mapping[Edge, Owned]) -> list[Edge]:
-    """Tensors with a gradient of zeros whose consumers had another: something multiplied it with zeros."""
+def _silent_edges(losses: Tensor, uses: Uses, owned: Mapping[Edge, Owned]) -> list[Edge]:
+    """Tensors with a gradient of zeros whose consumers had another: something multiplied it with zeros.
+
+    Without those below all trained parameters, as an embedding whose output requires a gradient for the sake of
+    checkpointing: the backwards that measure end above them.
+    """
     alive = {node for (node, _), each in owned.items() if not each.zero}
     silent = {edge for edge, each in owned.items() if each.zero}
     fed = {edge for node in alive for edge in inputs_of(node) if edge in silent}
@@ -314,4 +318,4 @@ def _silent_edges(losses: Tensor, owned: Mapping[Edge, Owned]) -> list[Edge]:
         if node is not None and node not in reached:
             reached.add(node)
             stack += [below for below, _ in node.next_functions]
-    return [edge for edge in fed if edge[0] in reached]
+    return [edge for edge in fed if edge[0] in reached and edge[0] in uses.above_parameters]

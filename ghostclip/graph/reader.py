@@ -96,6 +96,15 @@ class Uses:
         return {node.call: node for node in self.nodes if isinstance(getattr(node, "call", None), LayerCall)}
 
     @functools.cached_property
+    def above_parameters(self) -> set[Any]:
+        """The nodes of layers and of parameters outside of them, and all nodes that these lead to."""
+        found = {*self.leaves, *self.capturing.values()}
+        for node in from_below(self.nodes[0]) if self.nodes else ():
+            if any(below in found for below, _ in inputs_of(node)):
+                found.add(node)
+        return found
+
+    @functools.cached_property
     def made_of_parameters(self) -> set[Any]:
         """The nodes to which nothing led but parameters: no constant, no index, no mask, and no layer."""
         return self._made_of_parameters(lambda node: not hides_constants(node))
