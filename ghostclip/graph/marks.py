@@ -19,6 +19,8 @@ FARTHEST = 80.0
 # Examples below 2 ** SMALLEST don't set that size, and no gradient is divided to below 2 ** LOWEST: beside marks it
 # would leave float32.
 SMALLEST, LOWEST = -30.0, -60.0
+# The longest direction that is remembered; a longer one is drawn again, 4 ns an entry.
+REMEMBERED = 1 << 22
 
 # Drawn apart from torch's own random numbers, which must not depend on whether a batch is measured.
 _dice = torch.Generator("cpu")
@@ -147,10 +149,17 @@ def _of_first(high: Tensor, low: Tensor, along: Tensor) -> Tensor:
     return torch.stack([largest, along @ _direction(along.shape[1], along.dtype, along.device)])
 
 
-@functools.lru_cache(maxsize=256)
 def _direction(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A fixed random vector; of logits [B, T, vocabulary] it takes hundreds of megabytes, and isn't kept."""
+    return (_remembered if width <= REMEMBERED else _drawn)(width, dtype, device)
+
+
+def _drawn(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(width)
     return torch.randn(width, generator=generator, dtype=dtype, device="cpu").to(device)
+
+
+_remembered = functools.lru_cache(maxsize=256)(_drawn)
 
 
 class Compared(NamedTuple):
