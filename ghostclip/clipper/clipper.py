@@ -72,7 +72,7 @@ class GhostClipper(RefusesNames):
             per-example gradients where these take no more bytes (book-keeping, Bu et al. 2023).
             "reweight": by a second backward in which each layer weights its rows (Lee & Kifer 2020). It keeps fewest.
             "auto": "cached" if the kept tensors fit into ``memory_budget``, else "reweight".
-            Layers under activation checkpointing always use a second backward, since nothing of them is kept.
+            Layers under activation checkpointing use a second backward, unless their per-example gradients are small.
         norm_strategy: "gram", "direct", or "auto", which takes the one measured to be faster for each layer. It changes
             no result beyond rounding. Under ``torch.use_deterministic_algorithms(True)`` "auto" counts flops in place
             of measuring time, so that a repeated run gives the same digits.

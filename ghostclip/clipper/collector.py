@@ -37,7 +37,8 @@ class Keep(enum.Enum):
     NOTHING: none outlives its layer.
     SMALL: materialised ones that are smaller than their pre-activation gradient ("reweight").
     ALL: each parameter's: the pre-activation gradient with the layer's input, or materialised gradients that take no
-        more bytes than both ("cached").
+        more bytes than both ("cached"). Of layers that checkpointing computes again: materialised ones if all of these
+        take little, else none.
     CHOSEN: SMALL or ALL, by the clipper's ``second_pass`` and ``memory_budget``.
     MATERIALISED: each parameter's, materialised; no norms are found.
     """
@@ -127,13 +128,14 @@ class NormCollector(TermReceiver):
         scale: what the losses were multiplied with, and norms and gradients are divided by: a number, or one of each
             example, [B].
         keep: which gradients are kept, not CHOSEN.
-        room: bytes that `Keep.SMALL` may take.
+        room: bytes that `Keep.SMALL` may take, or materialised gradients of layers that are computed again.
         exact: use no form of a norm that may cancel, and wait for a GPU where that takes it.
 
     Attributes:
         losses, layout, calls, scale: as given, and the calls in the layout.
         marks: [B], what the pass started from; None for ones.
         seen: {subject: `numbers` of its rows}, for a second backward to check; None where none will.
+        not_kept: ids of parameters of layers that are computed again, of which nothing is kept.
         kept: terms by the parts that they are of: what clipped sums are formed from without a second backward.
         choices: what the planner chose, by the id of the parameter.
         structure: of the graph.
@@ -170,11 +172,15 @@ class NormCollector(TermReceiver):
         self._keep, self._room, self._exact = keep, room, exact
         self.takes_pairs = keep is not Keep.MATERIALISED
         self._measured: list[SquaredNorms] = []
-        # What is computed again in order not to be kept is not kept here, either.
-        self._not_kept = set[int]()
+        # What is computed again in order not to be kept is not kept here, either, unless it takes little: adapters of
+        # rank 16 have small gradients of many examples, and a second backward would compute all blocks once more.
+        self.not_kept = set[int]()
+        self._materialised = set[int]()
         if keep is not Keep.MATERIALISED and any(map(attrgetter("has_saved_tensor_hooks"), layout.calls)):
             again = [call for call in layout.calls if call.has_saved_tensor_hooks or call.rows]
-            self._not_kept = {owner for call in again for owner in owners_of(call)}
+            self.not_kept = {owner for call in again for owner in owners_of(call)}
+            if keep is Keep.ALL and self._bytes_of(self.not_kept) <= room:
+                self.not_kept, self._materialised = set(), self.not_kept
         self._waiting: dict[Part, list[PerExampleGrads]] = {}
         # The use whose terms are coming, and the addresses of tensors that its kept terms hold on to.
         self._held: tuple[LayerCall | None, set[int]] = None, set()
@@ -184,6 +190,10 @@ class NormCollector(TermReceiver):
         super().receive(call, inputs, grad)
         if self.seen is not None and not isinstance(call, FallbackCall):
             self.seen[call] = numbers(grad, call.batch_dim)
+
+    def _bytes_of(self, owners: Collection[int]) -> int:
+        """Bytes of materialised gradients of these parameters."""
+        return sum([4 * self._examples * each.numel() for _, each in self._trained if id(each) in owners])
 
     def note_rows(self) -> None:
         """From now on the numbers of rows are noted, of layers and of boundaries."""
@@ -200,7 +210,7 @@ class NormCollector(TermReceiver):
         for (owner, _), squared in zip(parts, pair.squared_norms(), strict=True):
             self._measured.append((owner, squared, None))
             self.choices[owner] = SOLE
-        if self._keep is Keep.ALL and parts[0][0] not in self._not_kept:
+        if self._keep is Keep.ALL and parts[0][0] not in self.not_kept:
             self.kept[tuple(parts)] = pair
 
     def _take(self, call: LayerCall, name: str, part: Part, term: PerExampleGrads) -> None:
@@ -224,11 +234,13 @@ class NormCollector(TermReceiver):
         if self._keep is Keep.MATERIALISED:
             self.kept[part,] = Dense(term.per_example())
             return
+        if part[0] in self._materialised:
+            term = Dense(term.per_example())
         room, own = None, set[int]()
         if self._keep is Keep.SMALL:
             nbytes = kept_bytes(term)
             room = nbytes if part[1] is None and nbytes <= min(self._room, call.nbytes) else None
-        elif self._keep is Keep.ALL and part[0] not in self._not_kept:
+        elif self._keep is Keep.ALL and part[0] not in self.not_kept:
             # Materialised gradients may take no more than the tensors that are freed for them.
             room = 0
             for tensor in term.tensors:

@@ -38,6 +38,8 @@ __all__ = ["FirstPasses", "check_losses", "translated_errors", "without_autocast
 
 # "reweight" may keep materialised gradients up to this share of all pre-activations, and the size of the parameters.
 SMALL_SHARE = 0.15
+# Where layers are computed again, such gradients may take this share of the whole model's bytes besides.
+RECOMPUTED_SHARE = 0.1
 
 
 class FirstPasses:
@@ -151,11 +153,11 @@ class FirstPasses:
             marks = self._marks(losses, layout, uses.structure) if chosen else None
             collector = NormCollector(
                 losses, layout, self._planner, trained, self.scale if marks is None else self.scale * marks,
-                keep=keep, room=self._room_for_small(layout.calls) if small else 0, exact=exact,
+                keep=keep, room=self._room(layout.calls, recomputed) if small or recomputed else 0, exact=exact,
             )  # fmt: skip
             collector.structure, collector.marks = uses.structure, marks
             collector.random_states = random_states() if recomputed and not is_traced() else None
-            collector.holds_graph = retain_graph or (chosen and (small or recomputed))
+            collector.holds_graph = retain_graph or (chosen and (small or bool(collector.not_kept)))
             if marks is not None and small:
                 collector.note_rows()
             if not self._run(collector):
@@ -200,10 +202,12 @@ class FirstPasses:
             return Keep.SMALL
         return keep
 
-    def _room_for_small(self, calls: Sequence[LayerCall]) -> int:
-        """Bytes that `Keep.SMALL` may take."""
-        parameter_bytes = sum([parameter.nbytes for parameter in self.parameters.values()])
-        room = int(SMALL_SHARE * sum([call.nbytes for call in calls])) + parameter_bytes
+    def _room(self, calls: Sequence[LayerCall], recomputed: bool) -> int:
+        """Bytes that materialised gradients may take in the place of a second backward."""
+        room = int(SMALL_SHARE * sum([call.nbytes for call in calls]))
+        room += sum([parameter.nbytes for parameter in self.parameters.values()])
+        if recomputed:
+            room += int(RECOMPUTED_SHARE * self.index.nbytes)
         return room if self._memory_budget is None else min(room, self._memory_budget)
 
     def measure(self, losses: Tensor, keep: Keep = Keep.NOTHING, *, retain_graph: bool) -> NormCollector:

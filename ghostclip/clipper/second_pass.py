@@ -175,9 +175,11 @@ class TwoPasses(FirstPasses):
         sums = WeightedSums(self._by_owner(weights, run.scale), finite)
         done, wanted = run.kept_owners, run.unkept_calls()
         sums.of_kept(run.kept, add)
-        losses, whole = run.losses, len(wanted) == len(run.calls)
         # Where the forward can't be run again, the graph stays until it is known whose all rows are.
-        needed = run.seen is not None and self.forward is None
+        losses, needed = run.losses, run.seen is not None and self.forward is None
+        # A pass to its end frees the graph in passing. To free it later would compute checkpointed blocks once more.
+        frees = bool(wanted) and run.random_states is not None and not (retain_graph or needed)
+        whole = frees or len(wanted) == len(run.calls)
         with translated_errors(), self.sharding.unsharded_parameters():
             if wanted:
                 marks = None if run.seen is None else MARKS.drawn(losses, sizes=_whole(norms))

@@ -75,6 +75,11 @@ class ParameterNames:
         """(name, Parameter) of every parameter that requires a gradient now."""
         return [item for item in self._named if item[1].requires_grad]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters, trained and frozen."""
+        return sum([parameter.nbytes for _, parameter in self._named])
+
     def own_calls(self, calls: Sequence[LayerCall]) -> list[LayerCall]:
         """Those calls that used parameters of this model, which are noted as `own`.
 

@@ -12,8 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ghostclip import GhostClipper
 from ghostclip.clipping import PerLayer
+from ghostclip.graph import layouts
 
 BOUND = 0.01
+# Bytes in which the gradients of layers outside of checkpointed blocks can be kept, and those of the others can't.
+BUDGET = {"three layers": 1000, "one": 500}
 DRAWS = {
     "dropout": lambda h: F.dropout(h, 0.5),
     "numpy": lambda h: h * float(np.random.random()),
@@ -44,7 +47,7 @@ def squares(outputs):
 @pytest.mark.parametrize("draw", DRAWS)
 def test_a_share_in_batches_of_one_keeps_to_the_bound(draw, second_pass, policy):
     network = model(draw)
-    clipper = GhostClipper(network, policy, second_pass=second_pass)
+    clipper = GhostClipper(network, policy, second_pass=second_pass, memory_budget=BUDGET["three layers"])
     for x in torch.randn(20, 1, 5, 8):
         network.zero_grad()
         clipper.backward(squares(network(x)))
@@ -64,10 +67,59 @@ def test_a_forward_after_a_backward_draws_numbers_that_no_pass_has_drawn():
         return checkpoint(lambda h: m.second(noted(h)), h, use_reentrant=False, preserve_rng_state=False)
 
     network = Wired(wiring, first=nn.Linear(8, 12), second=nn.Linear(12, 12))
-    clipper = GhostClipper(network, BOUND, second_pass="cached")
+    clipper = GhostClipper(network, BOUND, second_pass="cached", memory_budget=BUDGET["one"])
     for x in torch.ones(5, 1, 5, 8):
         before = len(drawn)
         losses = squares(network(x))
         assert not set(drawn[before:]) & set(drawn[:before])
         clipper.backward(losses, retain_graph=True)  # freeing the graph would compute all blocks once more
         assert len(drawn) - before == 5
+
+
+class Computed:
+    """A chain of checkpointed blocks, each a layer from ``width`` to ``rank`` and back, that counts their forwards."""
+
+    def __init__(self, width, rank):
+        torch.manual_seed(0)
+        self.count = 0
+
+        def block(h, down, up):
+            self.count += 1
+            return h + up(down(h)).tanh()
+
+        def wiring(m, x):
+            h = m.first(x)
+            for down, up in ((m.down, m.up), (m.down2, m.up2)):
+                h = checkpoint(block, h, down, up, use_reentrant=False)
+            return m.head(h)
+
+        sizes = {"first": (8, width), "down": (width, rank), "up": (rank, width), "down2": (width, rank),
+                 "up2": (rank, width), "head": (width, 2)}  # fmt: skip
+        self.model = Wired(wiring, **{name: nn.Linear(*size) for name, size in sizes.items()}).double()
+        self.model.first.requires_grad_(False)
+
+
+@pytest.mark.parametrize(("rank", "computed"), [(2, 4), (40, 6)], ids=["small", "large"])
+def test_blocks_with_small_gradients_are_computed_again_once(rank, computed):
+    """Two in the forward, two in the first pass and, where gradients are large, two in the second pass."""
+    chain = Computed(48, rank)
+    clipper = GhostClipper(chain.model, 0.5)
+    x = torch.randn(4, 32, 8, dtype=torch.float64)
+    for _ in range(3):  # the third isn't measured
+        chain.count = 0
+        chain.model.zero_grad()
+        clipper.backward(squares(chain.model(x)))
+    assert chain.count == computed
+    assert clipper.verify(lambda model, x: squares(model(x)), x) < 1e-9
+
+
+def test_an_input_that_requires_a_gradient_is_no_reason_to_measure(monkeypatch):
+    """As embeddings do for the sake of checkpointing: no backward that measures goes below the lowest layer."""
+    measured, of_batch = [], layouts._measured
+    monkeypatch.setattr(layouts, "_measured", lambda *given: measured.append(given[0].batches) or of_batch(*given))
+    torch.manual_seed(0)
+    model = Wired(lambda m, x: m.second(m.first(x.sin()).tanh()), first=nn.Linear(8, 12), second=nn.Linear(12, 2))
+    clipper = GhostClipper(model, 0.5)
+    for _ in range(7):
+        clipper.backward(squares(model(torch.randn(4, 5, 8, requires_grad=True))))
+    assert measured == [1, 2, 4]
