@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
 
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.integrations.frozen_heads import IGNORED, frozen_head_losses
+from ghostclip.integrations.huggingface_heads import base_model, head_input, head_of
 
 __all__ = [
     "IGNORED",
@@ -25,8 +27,6 @@ __all__ = [
 # (model, inputs of a physical batch) -> losses [B].
 ComputeLosses = Callable[[nn.Module, dict[str, Any]], Tensor]
 
-# The label of a token that has no loss.
-IGNORED = -100
 # Models listed as causal language models that predict something else than the next token.
 NOT_THE_NEXT_TOKEN = {"XLNetLMHeadModel", "XLMWithLMHeadModel", "ProphetNetForCausalLM", "XLMProphetNetForCausalLM"}
 
@@ -37,7 +37,7 @@ def losses_for(model: nn.Module) -> ComputeLosses:
     Raises:
         UnsupportedModelError: the task isn't one of those below.
     """
-    names = [cls.__name__ for cls in type(_base(model)).__mro__]
+    names = [cls.__name__ for cls in type(base_model(model)).__mro__]
     for models, losses in TASKS:
         if not NOT_THE_NEXT_TOKEN & set(names) and set(names) & set(_flat(models)):
             return losses
@@ -50,12 +50,20 @@ def losses_for(model: nn.Module) -> ComputeLosses:
 
 def next_token_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """[B]: the mean over an example's own label tokens, each predicted from those before it."""
-    logits, labels = _outputs(model, inputs)
-    return _mean_over_tokens(logits[:, :-1], _as_long_as(logits, labels)[:, 1:])
+    log_probs, counted = token_log_probabilities(model, inputs)
+    return -log_probs.sum(1) / counted.sum(1).clamp(min=1)
 
 
 def token_log_probabilities(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [B, T - 1] of each next token, zero where it has no label; and where it has one."""
+    """Log-probabilities [B, T - 1] of each next token, zero where it has no label; and where it has one.
+
+    Where the output layer isn't trained, as under adapters, no logits [B, T, words] are held.
+    """
+    head = head_of(model)
+    hidden = None if head is None else head_input(head, lambda: _logits(model, inputs))
+    if head is not None and hidden is not None:
+        labels = _as_long_as(hidden, _labels(inputs))[:, 1:]
+        return -frozen_head_losses(hidden[:, :-1], head, labels), labels != IGNORED
     logits, labels = _outputs(model, inputs)
     labels = _as_long_as(logits, labels)[:, 1:]
     losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
@@ -70,7 +78,7 @@ def token_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 
 def sequence_to_sequence_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """[B]: the mean over an example's own label tokens; the decoder's inputs are made from the labels, if missing."""
-    prepare = getattr(_base(model), "prepare_decoder_input_ids_from_labels", None)
+    prepare = getattr(base_model(model), "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None and "labels" in inputs and not {"decoder_input_ids", "decoder_inputs_embeds"} & set(inputs):
         inputs = {**inputs, "decoder_input_ids": prepare(labels=inputs["labels"])}
     return token_losses(model, inputs)
@@ -83,7 +91,7 @@ def class_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 
 def class_losses_of(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     """`class_losses` of logits [B, classes] that the model returned."""
-    kind = getattr(_base(model).config, "problem_type", None)
+    kind = getattr(base_model(model).config, "problem_type", None)
     if kind is None and logits.shape[1] == 1:
         kind = "regression"
     if kind == "regression":
@@ -107,15 +115,24 @@ TASKS: list[tuple[Mapping[str, Any], ComputeLosses]] = [
 
 
 def _outputs(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Logits, in float32 or wider, and labels; the model never gets the labels, of which it would make a mean."""
+    """Logits, in float32 or wider, and labels."""
+    labels, logits = _labels(inputs), _logits(model, inputs)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)), labels
+
+
+def _labels(inputs: Mapping[str, Any]) -> Tensor:
     if "labels" not in inputs:
         raise ValueError(
             f"the inputs have no labels, only {', '.join(inputs)}; use a data collator that makes them, or give "
             "PrivateTrainer(compute_losses=...)"
         )
+    return inputs["labels"]
+
+
+def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """What the model returns; it never gets the labels, of which it would make a mean."""
     outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)), inputs["labels"]
+    return outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
 
 
 def _as_long_as(logits: Tensor, labels: Tensor) -> Tensor:
@@ -127,14 +144,6 @@ def _mean_over_tokens(logits: Tensor, labels: Tensor) -> Tensor:
     """[B]: the mean cross-entropy over each row's own labels; zero where it has none."""
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view(labels.shape).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
-
-
-def _base(model: nn.Module) -> Any:
-    """The model of transformers inside of DistributedDataParallel and peft."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    inner = getattr(model, "get_base_model", None)
-    return model if inner is None else inner()
 
 
 def _flat(models: Mapping[str, Any]) -> Iterator[str]:

@@ -1,0 +1,164 @@
+"""Losses in chunks behind an output layer that isn't trained: against logits, and clipped sums against a loop."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import transformers
+from dispatched import Live
+from peft import LoraConfig, get_peft_model
+
+from ghostclip import GhostClipper
+from ghostclip.graph import layouts
+from ghostclip.integrations import frozen_heads
+from ghostclip.integrations.frozen_heads import IGNORED, frozen_head_losses
+from ghostclip.integrations.huggingface_losses import next_token_losses, token_log_probabilities
+
+pytestmark = pytest.mark.filterwarnings("ignore:`.*` is deprecated:FutureWarning")
+
+EXAMPLES, LENGTH, WIDTH, WORDS = 4, 7, 8, 50
+LLAMA: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4, "pad_token_id": 0, "eos_token_id": 1,
+    "bos_token_id": None, "initializer_range": 0.5,
+}  # fmt: skip
+
+
+def adapted(kind: str = "Llama", checkpointing: bool = False, **more: Any) -> nn.Module:
+    """A tiny model in float64 whose adapters alone are trained, none of them zero."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**LLAMA, **more)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    options = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(r=2, **options)).double().train()
+
+
+def batch() -> dict[str, Tensor]:
+    """Texts of 7, 5, 3 and 7 tokens, padded; the first two have a prompt without loss."""
+    torch.manual_seed(1)
+    texts, lengths = torch.randint(2, WORDS, (EXAMPLES, LENGTH)), torch.tensor([7, 5, 3, 7])
+    mask = torch.arange(LENGTH) < lengths[:, None]
+    labels = texts.masked_fill(~mask, IGNORED)
+    labels[:2, :3] = IGNORED
+    return {"input_ids": texts * mask, "attention_mask": mask.long(), "labels": labels}
+
+
+def by_logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """[B]: the mean over an example's own label tokens."""
+    labels = inputs["labels"][:, 1:]
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
+    return F.cross_entropy(logits.mT, labels, reduction="none").sum(1) / (labels != IGNORED).sum(1)
+
+
+@pytest.fixture(params=[1 << 27, 8 * WORDS * 3], ids=["one chunk", "several"])
+def chunk(request: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(frozen_heads, "CHUNK_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("bias", [False, True])
+def test_losses_and_gradients_are_those_of_logits(bias: bool) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, WORDS, bias=bias, dtype=torch.float64).requires_grad_(False)
+    hidden = torch.randn(EXAMPLES, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    labels = batch()["labels"]
+    found = frozen_head_losses(hidden, head, labels)
+    expected = F.cross_entropy(head(hidden).mT, labels, reduction="none")
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    for _ in range(2):  # of one graph
+        weights = torch.rand_like(found)
+        grads = [torch.autograd.grad(each, hidden, weights, retain_graph=True)[0] for each in (found, expected)]
+        torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)
+        assert float(grads[0].abs().max()) > 0.1
+
+
+def test_under_autocast_logits_have_its_type() -> None:
+    head = nn.Linear(WIDTH, WORDS).requires_grad_(False)
+    hidden, labels = torch.randn(3, WIDTH, requires_grad=True), torch.tensor([3, 4, 5])
+    with torch.autocast("cpu", torch.bfloat16):
+        found, logits = frozen_head_losses(hidden, head, labels), head(hidden)
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(found, F.cross_entropy(logits.float(), labels, reduction="none"), rtol=1e-6, atol=1e-6)
+
+
+def test_a_trained_head_is_refused() -> None:
+    hidden, labels = torch.randn(3, WIDTH), torch.tensor([3, 4, 5])
+    with pytest.raises(ValueError, match=r"requires_grad_\(False\)"):
+        frozen_head_losses(hidden, nn.Linear(WIDTH, WORDS), labels)
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_clipped_sums_are_those_of_a_loop_by_logits(checkpointing: bool, second_pass: str) -> None:
+    """With padding and prompts that have no loss. Llama normalizes in float32, so that sums round as the loop's do."""
+    model, inputs = adapted(checkpointing=checkpointing), batch()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    losses = by_logits(model, inputs)
+    loop = [torch.autograd.grad(loss, list(trained.values()), retain_graph=True) for loss in losses]
+    norms = torch.stack([torch.cat([grad.flatten() for grad in grads]).norm() for grads in loop])
+    bound = float(norms.median())
+    clipper = GhostClipper(model, bound, second_pass=second_pass)
+    for _ in range(3):  # the third isn't measured
+        model.zero_grad()
+        result = clipper.clip(next_token_losses, inputs)
+    torch.testing.assert_close(result.losses, losses.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result.norms, norms, rtol=1e-9, atol=1e-12)
+    weights = (bound / norms).clamp(max=1)
+    expected = [sum(w * g for w, g in zip(weights, grads, strict=True)) for grads in zip(*loop, strict=True)]
+    torch.testing.assert_close([p.grad for p in trained.values()], expected, rtol=1e-6, atol=1e-9)
+    assert clipper.verify(next_token_losses, inputs) < 1e-9
+
+
+def test_ownership_is_not_measured_in_every_batch(monkeypatch: Any) -> None:
+    measured, of_batch = [], layouts._measured
+    monkeypatch.setattr(layouts, "_measured", lambda *given: measured.append(given[0].batches) or of_batch(*given))
+    clipper, inputs = GhostClipper(adapted(checkpointing=True), 1.0), batch()
+    for _ in range(5):
+        clipper.clip(next_token_losses, inputs)
+    assert measured == [1, 2, 4]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_logits_of_all_tokens_are_held_where_the_head_is_trained_alone(frozen: bool) -> None:
+    model, inputs = adapted(), batch()
+    model.get_base_model().lm_head.requires_grad_(not frozen)
+    with Live({8 * EXAMPLES * positions * WORDS for positions in (LENGTH, LENGTH - 1)}) as live:
+        next_token_losses(model, inputs).sum().backward()
+    assert (live.peak == 0) == frozen
+
+
+CHANGED = {
+    "capped": ("Gemma2", {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}),
+    "scaled": ("Granite", {"logits_scaling": 3.0}),
+    "neither": ("Llama", {}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_models_that_change_their_logits_are_seen(name: str) -> None:
+    """What is compared depends on no example: the same for texts that begin with padding."""
+    kind, more = CHANGED[name]
+    model, inputs = adapted(kind, **more), batch()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0.0
+    inputs = {name: inputs[name].flip(1) for name in ("input_ids", "labels")}
+    labels = inputs["labels"][:, 1:]
+    logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
+    expected = -F.cross_entropy(logits.mT, labels, reduction="none")
+    for _ in range(2):
+        found, counted = token_log_probabilities(model, inputs)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        assert torch.equal(counted, labels != IGNORED)
+    with Live({8 * EXAMPLES * (LENGTH - 1) * WORDS}) as live:
+        token_log_probabilities(model, inputs)
+    assert (live.peak > 0) == (name != "neither")
