@@ -1,0 +1,147 @@
+"""LoRA of a language model of half a billion parameters on one machine: private steps beside ordinary ones.
+
+Adapters of rank 16 on a random Llama in bfloat16, with gradient checkpointing by transformers. Peak memory is that of a
+fresh process for each way. Steps take turns in one process, and each is reported as the median of its time over the
+ordinary step's of the same round. That takes about 15 minutes and 7 GiB.
+
+    python experiments/large_lora.py [--workload large|tiny] [--seconds S] [--no-memory | --no-time] [--out FOLDER]
+
+writes large_lora.json and large_lora.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "experiments"))
+
+from contenders.large_lora import CONTENDERS, ORDINARY  # noqa: E402
+
+from ghostclip.bench import WORKLOADS, register  # noqa: E402
+from ghostclip.bench.machine import busy_warning, commit, describe, in_words  # noqa: E402
+from ghostclip.bench.measure import take_turns, timed  # noqa: E402
+from ghostclip.bench.memory import Task, ask  # noqa: E402
+
+NAMES = tuple(contender.name for contender in CONTENDERS)
+PRIVATE = "private, loss in chunks"
+TIME_LIMIT, MEMORY_LIMIT = 1.2, 1.1
+
+
+def memory(workload: str, model_bytes: int) -> dict[str, dict[str, Any]]:
+    """Bytes at the peak of three steps, with the model's own and above them; and over the ordinary step's."""
+    size = WORKLOADS[workload].batch_size
+    found: dict[str, dict[str, Any]] = {}
+    for name in NAMES:
+        found[name] = row = ask(Task(workload, name, size), settling_seconds=0.0)
+        if "peak" in row:
+            row |= {"above_model": row.pop("peak")}
+            row["peak"] = row["above_model"] + model_bytes
+            if "peak" in found[ORDINARY]:
+                row["memory"] = row["peak"] / found[ORDINARY]["peak"]
+        print(name, row, flush=True)
+    return found
+
+
+def time(workload: str, seconds: float) -> dict[str, dict[str, Any]]:
+    """Milliseconds of a step, and over the ordinary step's."""
+    size = WORKLOADS[workload].batch_size
+    steppers = {name: timed(Task(workload, name, size).stepper()) for name in NAMES}
+    timings = take_turns(steppers, seconds, baseline=ORDINARY)
+    return {
+        name: {"ms": asdict(timings.milliseconds(name)), "time": asdict(timings.ratio(name, ORDINARY))}
+        for name in NAMES
+    }
+
+
+def missed(results: dict[str, Any]) -> list[str]:
+    """The goals that the private step misses."""
+    row = results["ways"][PRIVATE]
+    found = {
+        "time": (row.get("time", {}).get("median", 0.0), TIME_LIMIT),
+        "memory": (row.get("memory", 0.0), MEMORY_LIMIT),
+    }
+    return [f"{of}: {ratio:.2f}, more than {limit}" for of, (ratio, limit) in found.items() if ratio > limit]
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table, and what is missed."""
+    lines = [
+        "# LoRA of a large model, private and not",
+        "",
+        f"{WORKLOADS[results['workload']].about}; {results['batch_size']} texts a step. {results['parameters']:,} "
+        f"parameters ({results['model_bytes'] / 2**20:,.0f} MiB), {results['trained']:,} trained: rank 16 on all "
+        "linear layers but the last. bfloat16, adapters float32, gradient checkpointing, Adam.",
+        "",
+        "| step | peak, MiB | above the model, MiB | peak over ordinary | seconds | time over ordinary |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in results["ways"].items():
+        cells = [name]
+        cells += [f"{row[of] / 2**20:,.0f}" if of in row else row.get("failed", "") for of in ("peak", "above_model")]
+        cells.append(f"{row['memory']:.2f}" if "memory" in row else "")
+        cells.append(f"{row['ms']['median'] / 1e3:.3g}" if "ms" in row else "")
+        cells.append("{median:.2f} ({low:.2f} to {high:.2f})".format(**row["time"]) if "time" in row else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    said = missed(results)
+    lines += [
+        "",
+        f"Goals: time at most {TIME_LIMIT} and peak memory at most {MEMORY_LIMIT} of the ordinary step's. Missed: "
+        f"{'; '.join(said) if said else 'none'}. Time: median of rounds (quartiles).",
+        "",
+        f"Measured at {'commit ' + results['commit'] if results['commit'] else 'no commit known'}. Machine: "
+        f"{in_words(results['machine'])}.",
+        "",
+        "Computed by `python experiments/large_lora.py`.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and writes; 1 where a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", default="large", choices=("large", "tiny"))
+    parser.add_argument("--seconds", type=float, default=400.0, help="measuring time of all steps (default: 400)")
+    parser.add_argument("--no-memory", action="store_true", help="time only")
+    parser.add_argument("--no-time", action="store_true", help="memory only")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if (warning := busy_warning()) and not options.no_time:
+        print(warning, file=sys.stderr)
+    register("contenders.large_lora")
+    workload = WORKLOADS[options.workload]
+    model = workload.model()
+    results: dict[str, Any] = {
+        "machine": describe(), "commit": commit(), "workload": workload.name, "batch_size": workload.batch_size,
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "trained": sum(each.numel() for each in model.parameters() if each.requires_grad),
+        "model_bytes": sum(each.nbytes for each in model.parameters()),
+    }  # fmt: skip
+    del model
+    ways: dict[str, dict[str, Any]] = {name: {} for name in NAMES}
+    if not options.no_memory:
+        for name, row in memory(workload.name, results["model_bytes"]).items():
+            ways[name] |= row
+    if not options.no_time:
+        for name, row in time(workload.name, options.seconds).items():
+            ways[name] |= row
+    results["ways"] = ways
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "large_lora.json").write_text(json.dumps(results, indent=1) + "\n")
+    (options.out / "large_lora.md").write_text(markdown(results))
+    print("\n".join(missed(results)))
+    return int(bool(missed(results)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
