@@ -33,7 +33,7 @@ def frozen_head_losses(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tenso
 
     Args:
         hidden: what the head reads, [..., d].
-        head: a linear layer none of whose parameters requires a gradient.
+        head: a linear layer none of whose parameters requires a gradient. Its hooks don't run.
         labels: [...], int64; tokens with the label -100 have a loss of zero, and no logits are computed for them.
 
     Returns:
@@ -44,8 +44,8 @@ def frozen_head_losses(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tenso
     """
     if not is_frozen_head(head):
         raise ValueError(
-            f"frozen_head_losses takes a torch.nn.Linear without hooks whose parameters don't require gradients; got "
-            f"{head}; freeze it by head.requires_grad_(False), or use F.cross_entropy(head(hidden), ...)"
+            f"frozen_head_losses takes a torch.nn.Linear whose parameters don't require gradients; got {head}; freeze "
+            "it by head.requires_grad_(False), or use F.cross_entropy(head(hidden), ...)"
         )
     wanted, dtype = hidden.requires_grad and torch.is_grad_enabled(), _dtype(hidden, head)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
@@ -59,13 +59,12 @@ def frozen_head_losses(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tenso
 
 
 def is_frozen_head(head: object) -> bool:
-    """Whether `frozen_head_losses` takes it: a plain linear layer, not trained, not sharded, without hooks."""
+    """Whether `frozen_head_losses` takes it: a plain linear layer, not trained, sharded or offloaded."""
     if type(head) not in (nn.Linear, Linear):  # adapters and quantized layers are subclasses, or look alike
         return False
     layer: nn.Linear = head  # type: ignore[assignment]
-    plain = all(type(each) is nn.Parameter and not each.requires_grad for each in layer.parameters())
-    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    return plain and not hooked and set(layer._parameters) == {"weight", "bias"} and layer.weight is not None
+    plain = "forward" not in vars(layer) and set(layer._parameters) == {"weight", "bias"}
+    return plain and all(type(each) is nn.Parameter and not each.requires_grad for each in layer.parameters())
 
 
 def _dtype(hidden: Tensor, head: nn.Linear) -> torch.dtype:

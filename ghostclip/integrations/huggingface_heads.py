@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ghostclip.integrations.frozen_heads import is_frozen_head
@@ -37,32 +38,30 @@ def head_of(model: nn.Module) -> nn.Linear | None:
 def head_input(head: nn.Linear, logits_of: Callable[[], Tensor]) -> Tensor | None:
     """What the output layer is given, [B, T, d]; None where the model does something to its logits.
 
-    In its place the layer gets large numbers for one position. What the model returns is compared with the layer's
-    output for these, which depends on no example.
+    In its place the layer gets large numbers for one position. What the model returns is compared with the layer's own
+    logits of these, which depend on no example.
 
     Args:
         head: the layer.
         logits_of: calls the model, which calls the layer once; returns the model's logits.
     """
-    given, made = list[Tensor](), list[Tensor]()
+    given, expected = list[Tensor](), list[Tensor]()
 
     def probed(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if len(args) != 1 or args[0].dim() != 3:
             return None
         given.append(args[0])
-        return (_probe(args[0]),)
+        probe = _probe(args[0])
+        expected.append(F.linear(probe, head.weight, head.bias))
+        return (probe,)
 
     # Before the model is called: a hook that is registered after its layers may move rows.
-    hooks = [
-        head.register_forward_pre_hook(probed),
-        head.register_forward_hook(lambda _, args, logits: made.append(logits.detach().clone())),
-    ]
+    hook = head.register_forward_pre_hook(probed)
     try:
         logits = logits_of()
     finally:
-        for hook in hooks:
-            hook.remove()
-    if len(given) == len(made) == 1 and logits.shape == made[0].shape and torch.equal(logits, made[0].to(logits.dtype)):
+        hook.remove()
+    if len(given) == 1 and logits.shape == expected[0].shape and torch.equal(logits, expected[0].to(logits.dtype)):
         return given[0]
     _not_last.add(head)
     return None

@@ -162,3 +162,15 @@ def test_models_that_change_their_logits_are_seen(name: str) -> None:
     with Live({8 * EXAMPLES * (LENGTH - 1) * WORDS}) as live:
         token_log_probabilities(model, inputs)
     assert (live.peak > 0) == (name != "neither")
+
+
+@pytest.mark.parametrize(("factor", "held"), [(1.0, False), (2.0, True)])
+def test_hooks_of_the_head_that_change_its_logits_are_seen(factor: float, held: bool) -> None:
+    """Those that only look, as the self-check's, are fine."""
+    model, inputs = adapted(), batch()
+    model.get_base_model().lm_head.register_forward_hook(lambda head, given, logits: factor * logits)
+    expected = by_logits(model, inputs)
+    torch.testing.assert_close(next_token_losses(model, inputs), expected, rtol=1e-10, atol=1e-12)
+    with Live({8 * EXAMPLES * (LENGTH - 1) * WORDS}) as live:
+        next_token_losses(model, inputs)
+    assert (live.peak > 0) == held
