@@ -56,6 +56,22 @@ def test_kernels_are_timed_beside_their_twins(tmp_path):
     assert "| noise | `native/normal.c` |" in page
 
 
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:`.*` is deprecated:FutureWarning")
+def test_adapters_are_measured_beside_ordinary_steps(tmp_path):
+    pytest.importorskip("peft")
+    module = script("large_lora")
+    module.main(["--workload", "tiny", "--seconds", "0", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "large_lora.json").read_text())
+    assert list(found["ways"]) == list(module.NAMES)
+    for row in found["ways"].values():
+        assert row["peak"] == row["above_model"] + found["model_bytes"]
+        assert row["time"]["median"] > 0
+    assert found["trained"] < found["parameters"] / 2
+    assert f"| {module.PRIVATE} | " in (tmp_path / "large_lora.md").read_text()
+
+
 def test_mixing_is_seen_and_the_alarm_is_quiet(tmp_path, monkeypatch):
     module, name = script("ownership"), "minus the mean over the batch"
     monkeypatch.setattr(module, "KINDS", {name: module.KINDS[name]})
