@@ -2,7 +2,7 @@
 
 Adapters of rank 16 on a random Llama in bfloat16, with gradient checkpointing by transformers. Peak memory is that of a
 fresh process for each way. Steps take turns in one process, and each is reported as the median of its time over the
-ordinary step's of the same round. That takes about 15 minutes and 7 GiB.
+ordinary step's of the same round. That takes about 25 minutes and 10 GiB.
 
     python experiments/large_lora.py [--workload large|tiny] [--seconds S] [--no-memory | --no-time] [--out FOLDER]
 
