@@ -1,4 +1,4 @@
-"""Kill -9 during runs of transformers' Trainer and of Lightning: releases never exceed what the ledger counts.
+"""Kill -9 during runs of Trainer, of TRL's trainers and of Lightning: releases never exceed what the ledger counts.
 
 Each attempt goes on from the framework's own last checkpoint, and is killed at a named point of experiments/kills.py or
 at a random moment. Releases are noted as there, in memory that survives the process. After every kill the ledger counts
@@ -30,19 +30,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+from trl import DPOConfig, SFTConfig
 
+from experiments.integrations.language import QUIET, llama, pairs, texts, tokenizer
 from experiments.kills import RANDOM, Broken, Shared, Trap, check_ended, forked, set_traps, too_many, watch
 from ghostclip.bench.machine import commit, describe, in_words
 from ghostclip.integrations.huggingface import PrivacyArguments, PrivateTrainer
 from ghostclip.integrations.huggingface_loop import is_whole
 from ghostclip.integrations.lightning import PrivacyCallback
+from ghostclip.integrations.trl import PrivateDPOTrainer, PrivateSFTTrainer
 from ghostclip.ledger import Ledger
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 # Steps between checkpoints, and after which an attempt ends by itself when it doesn't come to its point.
 SAVE_EVERY, MOST_STEPS = 3, 12
 # Seconds within which a random kill comes, from before the framework is set up.
-LONGEST_WAIT = 1.0
+LONGEST_WAIT = 2.0
 POINTS = (
     "before the intent is written",
     "in the middle of the intent",
@@ -54,6 +57,13 @@ POINTS = (
     "in the middle of a checkpoint's file",
     "before a folder is renamed",
 )
+
+
+# Of Trainer's arguments: a training that goes on until it is stopped.
+ENDLESS: dict[str, Any] = {
+    **QUIET, "per_device_train_batch_size": 8, "max_steps": 100_000, "save_strategy": "steps", "save_steps": SAVE_EVERY,
+    "save_total_limit": 2,
+}  # fmt: skip
 
 
 def begun(engine: Any, shared: Shared, trap: Trap, step: int) -> None:
@@ -84,12 +94,40 @@ def in_trainer(place: Path, shared: Shared, trap: Trap, most: int) -> None:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=19, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     data = [{"input_ids": row, "labels": row} for row in torch.randint(1, 19, (24, 7))]
-    args = TrainingArguments(
-        str(place), per_device_train_batch_size=8, max_steps=100_000, save_strategy="steps", save_steps=SAVE_EVERY,
-        save_total_limit=2, use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no", max_grad_norm=0,
+    args = TrainingArguments(str(place), **ENDLESS)
+    trainer = PrivateTrainer(model=GPT2LMHeadModel(config), args=args, train_dataset=data, privacy=privacy_in(place))
+    go_on(trainer, place, shared, trap, most)
+
+
+def in_sft(place: Path, shared: Shared, trap: Trap, most: int) -> None:
+    """An attempt of TRL's SFT: a small Llama on packed texts."""
+    if trap.point:
+        set_traps(trap)
+    trainer = PrivateSFTTrainer(
+        llama(19, 8, 1), args=SFTConfig(str(place), packing=True, **ENDLESS), train_dataset=texts(24, 19, 2, 8),
+        processing_class=tokenizer(19), privacy=privacy_in(place),
     )  # fmt: skip
-    privacy = PrivacyArguments(noise_multiplier=50.0, ledger=str(place / "run.ledger"), self_check=False)
-    trainer = PrivateTrainer(model=GPT2LMHeadModel(config), args=args, train_dataset=data, privacy=privacy)
+    go_on(trainer, place, shared, trap, most)
+
+
+def in_dpo(place: Path, shared: Shared, trap: Trap, most: int) -> None:
+    """An attempt of TRL's DPO: a small Llama and a reference of other weights."""
+    if trap.point:
+        set_traps(trap)
+    trainer = PrivateDPOTrainer(
+        llama(19, 8, 1), ref_model=llama(19, 8, 1, seed=1), args=DPOConfig(str(place), **ENDLESS),
+        train_dataset=pairs(24, 19, 2, 8), processing_class=tokenizer(19), privacy=privacy_in(place),
+    )  # fmt: skip
+    go_on(trainer, place, shared, trap, most)
+
+
+def privacy_in(place: Path) -> PrivacyArguments:
+    """The settings of a training whose ledger is in a folder."""
+    return PrivacyArguments(noise_multiplier=50.0, ledger=str(place / "run.ledger"), self_check=False)
+
+
+def go_on(trainer: PrivateTrainer, place: Path, shared: Shared, trap: Trap, most: int) -> None:
+    """Trains ``most`` steps from the last whole checkpoint on."""
     trainer.add_callback(InTrainer(trainer, shared, trap, most))
     trainer.train(any(is_whole(each) for each in place.glob("checkpoint-*")) or None)
 
@@ -142,6 +180,8 @@ def in_lightning(place: Path, shared: Shared, trap: Trap, most: int) -> None:
 # {name: (attempt, steps in a block of its ledger)}.
 FRAMEWORKS: dict[str, tuple[Callable[..., None], int]] = {
     "Trainer of transformers": (in_trainer, 1),
+    "SFT of TRL": (in_sft, 1),
+    "DPO of TRL": (in_dpo, 1),
     "Lightning": (in_lightning, 5),
 }
 

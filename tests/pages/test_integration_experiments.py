@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
+pytest.importorskip("trl")
 
 
 from experiments.integrations import kills
