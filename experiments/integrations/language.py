@@ -42,22 +42,29 @@ def llama(words: int, width: int, layers: int, seed: int = 0, **options: Any) ->
     return LlamaForCausalLM(config)
 
 
-def texts(rows: int, words: int, low: int, high: int, seed: int = 0) -> Dataset:
-    """Texts of ``low`` to ``high`` random words, each length as likely."""
+def texts(rows: int, words: int, low: int, high: int, seed: int = 0, *, many_short: bool = False) -> Dataset:
+    """Texts of ``low`` to ``high`` random words: each length as likely, or each logarithm, so that most are short."""
     draw = torch.Generator().manual_seed(seed)
-    return Dataset.from_list([{"text": _text(words, low, high, draw)} for _ in range(rows)])
+    return Dataset.from_list([{"text": _text(words, low, high, draw, many_short)} for _ in range(rows)])
 
 
 def pairs(rows: int, words: int, low: int, high: int, seed: int = 0) -> Dataset:
-    """Prompts and two completions of each, of such lengths."""
+    """Prompts and two completions of each, of such lengths; completions end with "<eos>", so that TRL adds none."""
     draw = torch.Generator().manual_seed(seed)
-    names = ("prompt", "chosen", "rejected")
+
+    def completion() -> str:
+        return f" {_text(words, low, high, draw)} <eos>"
+
     return Dataset.from_list(
-        [{name: " " * (name != "prompt") + _text(words, low, high, draw) for name in names} for _ in range(rows)]
+        [
+            {"prompt": _text(words, low, high, draw), "chosen": completion(), "rejected": completion()}
+            for _ in range(rows)
+        ]
     )
 
 
-def _text(words: int, low: int, high: int, draw: torch.Generator) -> str:
-    length = int(torch.randint(low, high + 1, (), generator=draw))
+def _text(words: int, low: int, high: int, draw: torch.Generator, many_short: bool = False) -> str:
+    share = float(torch.rand((), generator=draw))
+    length = round(low * (high / low) ** share) if many_short else low + int(share * (high - low + 1))
     drawn = torch.randint(len(SPECIAL), words, (length,), generator=draw)
     return " ".join(f"w{number}" for number in drawn.tolist())
