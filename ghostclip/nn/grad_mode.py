@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from ghostclip.errors import LossShapeError
+from ghostclip.errors import LossShapeError, StaleInputError
 
 __all__ = ["keeping_grad_mode"]
 
@@ -21,7 +21,7 @@ def keeping_grad_mode(function: Callable[P, T]) -> Callable[P, T]:
 
     ``torch.no_grad`` and its like are Python: interrupted in their ``__enter__`` or ``__exit__``, they leave grad mode
     changed, and training goes on without gradients. Functions that users call have this around them; it takes 0.3 us.
-    The traceback of a LossShapeError, whose message says all, ends here.
+    The traceback of a LossShapeError or StaleInputError without a cause, whose message says all, ends here.
     """
 
     @functools.wraps(function)
@@ -29,7 +29,9 @@ def keeping_grad_mode(function: Callable[P, T]) -> Callable[P, T]:
         before = torch.is_grad_enabled()
         try:
             return function(*args, **kwargs)
-        except LossShapeError as error:
+        except (LossShapeError, StaleInputError) as error:
+            if error.__cause__ is not None:
+                raise
             raise error.with_traceback(None) from None
         finally:
             if torch.is_grad_enabled() is not before:

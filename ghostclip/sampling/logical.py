@@ -139,10 +139,14 @@ class LogicalBatch:
     def __iter__(self) -> NoReturn:
         """Raises TypeError: it is no pair of tensors, as a DataLoader's batch is, and can't be taken apart as one."""
         raise TypeError(
-            "a batch of engine.batches() is a logical batch, which can't be unpacked like a DataLoader's: hand it to "
-            "engine.step(batch, loss_fn), or take its parts by `for inputs, targets in batch.physical()` and call "
-            "engine.backward(losses) for each"
+            "a batch of engine.batches() is a logical batch, which can't be unpacked or indexed like a DataLoader's: "
+            "hand it to engine.step(batch, loss_fn), or take its parts by `for inputs, targets in batch.physical()` "
+            "and call engine.backward(losses) for each"
         )
+
+    def __getitem__(self, key: object) -> NoReturn:
+        """Raises TypeError, as `__iter__` does."""
+        self.__iter__()
 
     def _hand_out(self) -> Iterator[Any]:
         try:

@@ -76,6 +76,8 @@ class SelfCheck:
         self._left, self._seen = STEPS, weakref.ref[Any](self)
         # Whether the user was told of comparisons of losses, or of why there are none; and what else was said.
         self._told, self._said = False, set[str]()
+        # Why the last comparison failed; said only where the step itself succeeds, whose error says the same otherwise.
+        self._failure = ""
 
     @property
     def over(self) -> bool:
@@ -114,7 +116,7 @@ class SelfCheck:
         except VerificationError:
             raise
         except Exception as error:  # what is wrong with the batch itself shows in its own forward
-            self._say(f"losses can't be compared among other examples ({type(error).__name__}: {error})")
+            self._failure = f"losses can't be compared among other examples ({type(error).__name__}: {error})"
         if larger:
             self._tried.add(physical.examples, physical.rows)
 
@@ -205,6 +207,9 @@ class SelfCheck:
 
     def released(self, held: Collection[nn.Parameter]) -> None:
         """To be called when the noisy gradients of the optimizer's parameters ``held`` are in place."""
+        if self._failure:
+            self._say(self._failure)
+            self._failure = ""
         if self._to_move and self._saw_examples:
             self._warn = untrained(self._clipper.sharding, held, self._optimizer, self._unused)
 

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 import ghostclip
-from ghostclip import BudgetExceededError, GradientLeakError, LossShapeError, PrivacyError, VerificationError
+from ghostclip import (
+    BudgetExceededError,
+    GradientLeakError,
+    LossShapeError,
+    PrivacyError,
+    StaleInputError,
+    VerificationError,
+)
 from ghostclip.engine import PrivacyEngine
 
 
@@ -217,6 +224,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         LossShapeError,
         r"outputs \[B, 1\] and labels",
     ),
+    "detached": (lambda m, batch: runs.losses_of(m, batch).detach(), StaleInputError, "not attached to a graph"),
     "their mean": (
         lambda m, b: (m(b[0])[:, :1] - b[0][:, 1]).square().mean(1),
         VerificationError,
@@ -232,7 +240,36 @@ def test_another_thing_in_the_loss_function_s_place(engine: PrivacyEngine, name:
     batch = next(runs.nonempty(engine))
     raised = runs.assert_refused(engine, error, message, lambda: engine.step(batch, loss_fn))
     assert max(map(len, str(raised.value).splitlines())) < 500
-    assert len(raised.traceback) == 3 or error is not LossShapeError  # two of this test, one of ours
+    short = error in (LossShapeError, StaleInputError)
+    assert len(raised.traceback) == 3 or not short  # two of this test, one of ours
+
+
+def test_a_logical_batch_is_no_batch_of_a_loader(engine: PrivacyEngine) -> None:
+    batch = next(runs.nonempty(engine))
+    with pytest.raises(TypeError, match=r"unpacked or indexed.*: hand it to engine\.step\(batch, loss_fn\)"):
+        engine.model(batch[0])
+    engine.step(batch, runs.losses_of)  # nothing of it was used
+
+
+@pytest.mark.parametrize("fails_always", [True, False])
+def test_what_fails_in_the_self_check_is_said_unless_the_step_fails_too(
+    engine: PrivacyEngine, caplog: pytest.LogCaptureFixture, fails_always: bool
+) -> None:
+    calls = []
+
+    def losses_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(len(batch[0]))
+        if fails_always or len(calls) == 1:
+            raise RuntimeError("shapes cannot be multiplied")
+        return runs.losses_of(model, batch)
+
+    batch = next(each for each in engine.batches() if len(each.sizes) > 0 and each.sizes[0] > 1)
+    if fails_always:
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            engine.step(batch, losses_of)
+    else:
+        engine.step(batch, losses_of)
+    assert ("can't be compared" in caplog.text) is not fails_always
 
 
 @pytest.mark.parametrize(
