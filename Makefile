@@ -24,7 +24,7 @@ $(DEMO): pyproject.toml constraints.txt
 	test -e $(STAMP) || $(BIN)/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt --editable ".[cli]"
 	touch $@
 
-demo: $(DEMO)  ## train a network privately on handwritten digits, three seeds, and a linear model beside it (two minutes); report in reports/demo
+demo: $(DEMO)  ## train a network privately on handwritten digits, three seeds, and a linear model beside it (a minute or two); report in reports/demo
 	$(BIN)/python -m ghostclip train --model oriented --data digits --seeds 3 --report reports/demo
 
 test: install  ## the test suite, in two processes (2 to 6 minutes on two cores)

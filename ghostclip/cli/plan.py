@@ -55,6 +55,8 @@ class Recipe:
         return noise * math.sqrt((1.0 - self.mean_share) / (self.mean_share * steps))
 
 
+# Examples of a full batch that are in memory at once: their maps fit a processor's cache.
+PASS_OF_FULL_BATCH = 128
 # {model: {epsilon: recipe}} of networks on oriented features; other epsilons take the nearest.
 RECIPES = {
     "oriented": {1.0: Recipe(8, 0.25, 28.0, 0.12), 3.0: Recipe(12, 0.2, 42.0, 0.08), 8.0: Recipe(20, 0.2, 60.0, 0.05)},
@@ -174,7 +176,7 @@ def _planned(
         method=arguments.method,
         epochs=epochs,
         batch_size=batch_size,
-        max_physical_batch_size=arguments.max_physical_batch_size,
+        max_physical_batch_size=arguments.max_physical_batch_size or (PASS_OF_FULL_BATCH if recipe else None),
         max_norm=max_norm,
         learning_rate=positive(learning_rate=rate),
         optimizer=optimizer,

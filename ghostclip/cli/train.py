@@ -85,7 +85,8 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training", about).add_argument
     add("--epochs", type=int, metavar="E", help=f"default: {DEFAULT_EPOCHS}; for oriented networks by recipe")
     add("--batch-size", type=int, metavar="B", help="expected size of a Poisson-sampled batch")
-    most = "most examples in memory at once; auto: as many as fit, found at the first step (default: a whole batch)"
+    most = "most examples in memory at once; auto: as many as fit, found at the first step "
+    most += "(default: a whole batch; for oriented networks 128)"
     add("--max-physical-batch-size", type=count_or_auto, metavar="N", help=most)
     limit = "for auto: memory of the whole process, in bytes or such as 4GiB (default: nine tenths of what is left)"
     add("--memory-limit", type=as_bytes, metavar="SIZE", help=limit)

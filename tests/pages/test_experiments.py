@@ -117,7 +117,8 @@ def test_overhead_is_a_share_of_the_step_of_the_same_round(tmp_path):
 
 
 # Scripts, and the pages that have the tables of their results.
-TABLES = {"learning": "learning", "ownership": "ownership", "trace_cost": "observation", "mislabelled": "observation"}
+TABLES = {"accuracy": "accuracy", "learning": "learning", "mislabelled": "observation", "ownership": "ownership"}
+TABLES |= {"trace_cost": "observation"}
 
 
 @pytest.mark.parametrize("name", TABLES)

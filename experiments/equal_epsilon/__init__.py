@@ -1,0 +1,1 @@
+"""Trainings that `experiments/accuracy.py` compares at equal epsilon."""
