@@ -29,6 +29,7 @@ except ModuleNotFoundError as error:
     raise missing(error, "huggingface") from None
 
 from ghostclip.engine import PrivacyEngine
+from ghostclip.engine.step import BatchIndexOf
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.integrations.huggingface_arguments import PrivacyArguments
 from ghostclip.integrations.huggingface_loop import (
@@ -142,6 +143,11 @@ class PrivateTrainer(Trainer):
         built: Any = self.model
         return losses_for(built)
 
+    @property
+    def _batch_index(self) -> BatchIndexOf:
+        """What says whose the rows of layers are, see `PrivacyEngine.step`; None where that is measured alone."""
+        return None
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
         """Trains as Trainer does, with private steps. It ends early, with a log line, when the budget is spent.
 
@@ -204,7 +210,7 @@ class PrivateTrainer(Trainer):
         """
         assert self.engine is not None
         model.train()
-        record = self.engine.step(inputs, self._losses)
+        record = self.engine.step(inputs, self._losses, self._batch_index)
         # Trainer's own step follows; without gradients to synchronise accelerate skips it.
         self.accelerator.gradient_state._set_sync_gradients(False)
         if not self.privacy.log_private_loss:

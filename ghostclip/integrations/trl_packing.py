@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ghostclip.integrations.huggingface_loop import Collated
 from ghostclip.integrations.huggingface_losses import IGNORED, token_log_probabilities
 
-__all__ = ["Packed", "packed_losses"]
+__all__ = ["Packed", "documents_of", "packed_losses"]
 
 
 class Packed(Collated):
@@ -39,6 +39,11 @@ class Packed(Collated):
         }
 
 
+def documents_of(inputs: Mapping[str, Any]) -> Tensor:
+    """The number of each token's document, [all tokens], of what `Packed` makes."""
+    return (inputs["position_ids"][0] == 0).cumsum(0) - 1
+
+
 def packed_losses(model: nn.Module, inputs: Mapping[str, Any], loss_type: str) -> Tensor:
     """[documents]: the mean over each document's own label tokens of the loss of a token.
 
@@ -48,8 +53,7 @@ def packed_losses(model: nn.Module, inputs: Mapping[str, Any], loss_type: str) -
         loss_type: as for `conversation_losses`.
     """
     log_probs, counted = token_log_probabilities(model, {**inputs, "use_cache": False})
-    starts = inputs["position_ids"][0] == 0
-    document = starts.cumsum(0)[1:] - 1
+    document = documents_of(inputs)
     losses = -log_probs[0] if loss_type != "dft" else -log_probs[0] * log_probs[0].exp().detach()
-    sums = losses.new_zeros(int(starts.sum()))
+    sums, document = losses.new_zeros(int(document[-1]) + 1), document[1:]
     return sums.index_add(0, document, losses) / sums.index_add(0, document, counted[0].to(sums)).clamp(min=1)
