@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import ghostclip
+from ghostclip.clipping.choice import adapts
 from ghostclip.datasets import Data
-from ghostclip.engine.adaptation import adapts, policy_for
+from ghostclip.engine.adaptation import policy_for
 from ghostclip.models import CNN
 
 __all__ = ["Outcome", "Setting", "engine_for", "train"]

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from ghostclip import accounting
 from ghostclip.clipper import GhostClipper
+from ghostclip.clipping.choice import adapts
 from ghostclip.engine import PrivacyEngine
-from ghostclip.engine.adaptation import adapts
 from ghostclip.sampling import LogicalBatch
 from ghostclip.validate import one_of, open_fraction, positive, positive_int
 

@@ -16,7 +16,8 @@ from ghostclip.clipper.gradient_guard import GradientGuard
 from ghostclip.clipper.gradients import add_to_gradients
 from ghostclip.clipper.second_pass import Add, TwoPasses
 from ghostclip.clipper.verify import compare_with_loop
-from ghostclip.clipping import Adaptive, Composed, Groupwise, Policy, as_policy
+from ghostclip.clipping import Groupwise, Policy, as_policy
+from ghostclip.clipping.choice import adapts
 from ghostclip.errors import RowsMovedError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.planner import Planner
@@ -145,7 +146,7 @@ class GhostClipper(RefusesNames):
         """
         if self.sharding.sharded:
             raise ValueError("compile and fully_shard don't go together; leave one of them out")
-        if isinstance(self.clipping, Adaptive) or (isinstance(self.clipping, Composed) and self.clipping.counted):
+        if adapts(self.clipping):
             raise ValueError(
                 "compile and adaptive clipping don't go together: a graph is made for one clipping norm; leave one of "
                 "them out"

@@ -24,7 +24,7 @@ from ghostclip.graph.alarm import ALARM
 from ghostclip.graph.layouts import Layouts
 from ghostclip.graph.overwritten import FindForward, Forward
 from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.graph.reader import first_pass, free_graph, from_gradients, read_graph
+from ghostclip.graph.reader import backward_to_layers, free_graph, from_gradients, read_graph
 from ghostclip.graph.row_layout import RowLayout
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Sink
@@ -180,7 +180,7 @@ class FirstPasses:
             from_gradients(losses, layout.calls, sink, held)
         else:
             edges = () if check is None else check.edges
-            grads = first_pass(losses, layout.calls, sink, collector.marks, retain_graph=stays, edges=edges)
+            grads = backward_to_layers(losses, layout.calls, sink, collector.marks, retain_graph=stays, edges=edges)
             spoke = None if check is None else check.spoke(grads)
             if is_traced():
                 collector.spoke = spoke

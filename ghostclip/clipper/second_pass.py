@@ -23,7 +23,7 @@ from ghostclip.errors import RowsMovedError
 from ghostclip.graph.alarm import figures
 from ghostclip.graph.layouts import MOVED
 from ghostclip.graph.marks import MarkScheme, compared, numbers
-from ghostclip.graph.reader import first_pass, free_graph
+from ghostclip.graph.reader import backward_to_layers, free_graph
 from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall, Part
 from ghostclip.nn.fallback import FallbackCall
@@ -189,7 +189,7 @@ class TwoPasses(FirstPasses):
                 sink = Reweighting(run.layout, done, sums, add, run.seen, times)
                 keep, ends = retain_graph or needed or not whole, None if whole else wanted
                 with nullcontext() if run.random_states is None else drawing_from(run.random_states):
-                    first_pass(losses, run.calls, sink.receive, marks, retain_graph=keep, wanted=ends)
+                    backward_to_layers(losses, run.calls, sink.receive, marks, retain_graph=keep, wanted=ends)
                 if sink.off and bool(torch.stack(sink.off).any()):
                     self._layouts.measure_next(run.structure)
                     raise RowsMovedError(MOVED, graph_stays=keep)

@@ -14,7 +14,7 @@ from ghostclip.clipping.policies import Automatic, Custom, Flat, Policy, clamped
 from ghostclip.clipping.thresholds import Fixed
 from ghostclip.validate import nonnegative, positive
 
-__all__ = ["Clamped", "as_policy"]
+__all__ = ["Clamped", "adapts", "as_policy"]
 
 # Their weights keep to their sensitivity by themselves.
 OWN = (Automatic, Custom, CustomGroups, Flat, Grouped, PerLayer)
@@ -45,6 +45,11 @@ class Clamped:
         """The policy's weights, clamped to ``sensitivity / norms``; raises ValueError on another shape."""
         found = self.policy.weights(norms)
         return clamped(found, norms, self.sensitivity)
+
+
+def adapts(policy: Any) -> bool:
+    """Whether a policy's thresholds change during training: they follow noisy counts, which the engine releases."""
+    return isinstance(policy, Adaptive) or (isinstance(policy, Composed) and policy.counted > 0)
 
 
 def as_policy(clipping: Any) -> Policy | Groupwise:

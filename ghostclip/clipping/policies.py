@@ -17,7 +17,11 @@ __all__ = ["Automatic", "Custom", "Flat", "Policy", "checked_weights", "clamped"
 
 @runtime_checkable
 class Policy(Protocol):
-    """Maps norms [B] to weights [B] such that ``weights * norms <= sensitivity`` for every example."""
+    """Maps norms [B] to weights [B] such that ``weights * norms <= sensitivity`` for every example.
+
+    ``sensitivity`` is the same for all physical batches of a logical one. One that may change from step to step is for
+    the engine's own adaptive policies: see `ghostclip.clipping.choice.adapts`, and ``schedule`` of `PrivacyEngine`.
+    """
 
     @property
     def sensitivity(self) -> float:

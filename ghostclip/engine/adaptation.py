@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.clipping import Adaptive, Composed, Groupwise, as_policy
+from ghostclip.clipping.choice import adapts
 from ghostclip.events import Event, JointGaussian
 from ghostclip.sampling import Scheme
 
-__all__ = ["Adaptation", "adapts", "policy_for", "step_event"]
+__all__ = ["Adaptation", "policy_for", "step_event"]
 
 
 def policy_for(model: nn.Module, clipping: Any) -> Any:
@@ -25,11 +26,6 @@ def policy_for(model: nn.Module, clipping: Any) -> Any:
     if isinstance(policy, Groupwise):
         policy.partition({name: p.numel() for name, p in model.named_parameters() if p.requires_grad})
     return policy
-
-
-def adapts(policy: Any) -> bool:
-    """Whether a policy's thresholds follow noisy counts."""
-    return isinstance(policy, Adaptive) or (isinstance(policy, Composed) and policy.counted > 0)
 
 
 def step_event(scheme: Scheme, policy: Any, noise_multiplier: float) -> Event:

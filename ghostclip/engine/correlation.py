@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ghostclip import accounting
-from ghostclip.engine.adaptation import adapts
+from ghostclip.clipping.choice import adapts
 from ghostclip.events import Event
 from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation
 from ghostclip.sampling import LogicalBatches

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import Composed, GlobalNoise
-from ghostclip.engine.adaptation import Adaptation, adapts
+from ghostclip.clipping.choice import adapts
+from ghostclip.engine.adaptation import Adaptation
 from ghostclip.engine.changes import MidRunChanges
 from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.loss_scaling import SCALED, LossScaling, show_scaling

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ghostclip.graph.marks import MarkScheme, compared, numbers, numbers_by_dim
 from ghostclip.graph.nodes import ACCUMULATE, Edge, shape_of
-from ghostclip.graph.reader import first_pass, without_hooks
+from ghostclip.graph.reader import backward_to_layers, without_hooks
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
@@ -188,7 +188,7 @@ def _backward(
     hooks = [edge[0].register_prehook(lambda grads, edge=edge: see(edge, (), grads[edge[1]])) for edge in edges]
     try:
         with without_hooks([node.variable for node in leaves]):
-            first_pass(losses, calls, see, seed, retain_graph=True, edges=ends)
+            backward_to_layers(losses, calls, see, seed, retain_graph=True, edges=ends)
     finally:
         for hook in hooks:
             hook.remove()

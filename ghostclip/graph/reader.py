@@ -29,7 +29,7 @@ from ghostclip.nn.fallback import FallbackCall
 
 __all__ = [
     "Uses",
-    "first_pass",
+    "backward_to_layers",
     "free_graph",
     "from_gradients",
     "read_graph",
@@ -213,7 +213,7 @@ def _refuse_hiding(node: Any) -> None:
         )
 
 
-def first_pass(
+def backward_to_layers(
     losses: Tensor,
     calls: Sequence[LayerCall],
     sink: Any,
@@ -240,7 +240,7 @@ def first_pass(
     """
     seed = torch.ones_like(losses) if seed is None else seed
     if calls and isinstance(calls[-1], FallbackCall):
-        return _pass_with_region(losses, calls, sink, seed, retain_graph, wanted, edges)
+        return _backward_with_region(losses, calls, sink, seed, retain_graph, wanted, edges)
     for call in calls:
         call.sink = sink
     below = [PROBE] if wanted is None else list(_edges_below(losses, wanted))
@@ -254,17 +254,17 @@ def first_pass(
             call.sink, call.ends = None, False
 
 
-def _pass_with_region(
+def _backward_with_region(
     losses: Tensor, calls: Sequence[LayerCall], sink: Any, seed: Tensor, retain_graph: bool,
     wanted: Collection[LayerCall] | None, edges: Sequence[Any],
 ) -> list[Any]:  # fmt: skip
-    """A first pass where parameters are used outside of layers, too; it goes over all of the graph."""
+    """The same where parameters are used outside of layers, too; it goes over all of the graph."""
     region = calls[-1].region  # type: ignore[attr-defined]
     layers = [call for call in calls if not isinstance(call, FallbackCall)]
     found: list[Any] = []
     if sink is not NOTHING:
         own = [boundary.edge for boundary in region.boundaries]
-        found = first_pass(losses, layers, sink, seed, retain_graph=True, edges=[*own, *edges])
+        found = backward_to_layers(losses, layers, sink, seed, retain_graph=True, edges=[*own, *edges])
         region.hand_over(found[: len(own)], losses, sink, wanted)
         del found[: len(own)]
     if not retain_graph:
@@ -276,10 +276,10 @@ def _pass_with_region(
 
 @torch.no_grad()
 def from_gradients(losses: Tensor, calls: Sequence[LayerCall], sink: Any, gradients: dict[Any, Any]) -> None:
-    """Tells ``sink`` what a `first_pass` from ones would, given the gradients of one; each goes once the sink has it.
+    """Tells ``sink`` what `backward_to_layers` would, given the gradients of one from ones; each goes once told.
 
     Args:
-        losses, calls, sink: as for `first_pass`.
+        losses, calls, sink: as for `backward_to_layers`.
         gradients: {call: (inputs, gradient at the pre-activation)}, and of boundaries {tensor of the graph: ((), its)}.
     """
     wanted = {id(call) for call in calls}
@@ -342,10 +342,10 @@ def free_graph(losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Any] 
     get None; what one raises about that is logged, and what is left of the graph goes with the losses.
 
     Args:
-        losses, calls, edges: as for `first_pass`.
+        losses, calls, edges: as for `backward_to_layers`.
     """
     try:
-        first_pass(_NoGradient.apply(losses), calls, NOTHING, retain_graph=False, edges=edges)
+        backward_to_layers(_NoGradient.apply(losses), calls, NOTHING, retain_graph=False, edges=edges)
     except RuntimeError:
         raise
     except Exception as error:

@@ -116,7 +116,7 @@ class OuterProduct(PerExampleGrads):
         left: [B * groups, T, p], gradients at the pre-activation.
         right: [B * groups, T, d], inputs.
         shape: of the parameter; its first axis holds the groups' p one after another, the others flatten to d.
-        groups: 1 for all but grouped convolutions.
+        groups: blocks of the weight with inputs of their own, as groups of a convolution or places of a local layer.
     """
 
     TENSORS = ("left", "right")
