@@ -47,19 +47,17 @@ mutants: install  ## plant bugs in a copy of the package, one at a time: which t
 fuzz: install  ## random models, neighbouring pairs and collated data sets for an hour on two processes; FUZZ="--seconds 60" for less
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/fuzz.py --seconds 3600 --processes 2 $(FUZZ)
 
-COMPILED := mlp,fcnn-adult,embedding,cnn,rnn,lstm,transformer,cifar-cnn,lstm-imdb,lora-gpt,gpt-128,vgg11,resnet18-64px
+CONTENDERS := nonprivate,nonprivate-compiled,reweight,cached,per-layer,compiled,nxbp,opacus-ghost,opacus-hooks,opacus-functorch,fastdp,vmap,vmap-compiled,jax
 BACKWARD := reweight-backward,cached-backward,per-layer-backward
-bench: install  ## step times and memory beside non-private training; BENCH="--contenders all" for every library
-	$(BIN)/python -m experiments.peers --seconds 8 --memory --out experiments/results/bench.json $(BENCH)
+bench: install  ## step times and memory beside non-private training and other libraries (an hour); writes the tables
+	$(BIN)/python -m experiments.peers --seconds 25 --contenders $(CONTENDERS) --memory \
+		--out experiments/results/bench.json $(BENCH)
 	$(BIN)/python -m experiments.peers --seconds 4 --threads 2 --contenders nonprivate,reweight,cached,per-layer \
 		--out experiments/results/bench-two-threads.json $(BENCH)
 	$(BIN)/python -m experiments.peers --seconds 8 --workloads sizes --contenders nonprivate,reweight,cached,per-layer \
 		--out experiments/results/bench-sizes.json $(BENCH)
 	$(BIN)/python -m experiments.peers --seconds 6 --contenders nonprivate,$(BACKWARD) --memory nonprivate,$(BACKWARD) \
 		--out experiments/results/bench-backward.json $(BENCH)
-	$(BIN)/python -m experiments.peers --seconds 4 --workloads $(COMPILED) \
-		--contenders nonprivate,nonprivate-compiled,reweight,cached,compiled \
-		--out experiments/results/bench-compiled.json $(BENCH)
 	$(BIN)/python experiments/readme_table.py
 
 experiments: install  ## rerun every script behind a published figure

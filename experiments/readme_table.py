@@ -22,15 +22,12 @@ from ghostclip.bench.machine import in_words
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
-PEERS = "bench-peers.json"
 # {file: what its tables are about}, in the order of the page.
 SPEED = {
     "bench.json": "## Step time and memory, one core",
-    PEERS: "## Beside other libraries, one core",
     "bench-sizes.json": "## Other image sizes and longer texts, one core",
     "bench-backward.json": "## Losses computed by the caller, one core",
     "bench-two-threads.json": "## Two threads",
-    "bench-compiled.json": "## Compiled steps, one core",
 }
 # {workload: its name in README.md}
 SHORT = {
@@ -41,11 +38,16 @@ SHORT = {
     "resnet18-64px": "ResNet-18 with GroupNorm, 64 x 64 images",
     "embedding": "word embedding and a linear layer, 256 words",
 }
+# {contender: its column}: uncompiled ones, then compiled ones.
 COLUMNS = {
-    "cached": "GhostClip, cached",
+    "cached": "GhostClip",
     "reweight": "GhostClip, reweight",
     "opacus-ghost": "Opacus, ghost clipping",
     "opacus-hooks": "Opacus, hooks",
+    "vmap": "torch.func",
+    "nonprivate-compiled": "ordinary, compiled",
+    "compiled": "GhostClip, compiled",
+    "vmap-compiled": "torch.func, compiled",
 }
 # What a step runs.
 FOLDERS = ("clipper", "clipping", "compiled", "graph", "nn", "norms", "native/*.c", "native/*.h")
@@ -76,18 +78,25 @@ def networks(files: Sequence[dict[str, Any]]) -> str:
 
 
 def short_table(folder: Path = RESULTS) -> str:
-    """Six networks beside Opacus: medians of step time over the ordinary step of the same round."""
-    results = read(PEERS, folder)
+    """Six networks beside Opacus and torch.func: medians of step time over the ordinary step of the same round."""
+    results = read("bench.json", folder)
     header = ["network", "batch", "ordinary step, ms", *COLUMNS.values()]
     rows = [header, ["---"] * len(header)]
     for name, title in SHORT.items():
         work = results["workloads"][name]
         found = work["contenders"]
-        ratios = [f"{found[column]['over_nonprivate']['median']:.2f}" for column in COLUMNS]
+        ratios = [_ratio(found.get(column, {})) for column in COLUMNS]
         rows.append([title, str(work["batch_size"]), f"{found['nonprivate']['ms']['median']:.3g}", *ratios])
     lines = ["| " + " | ".join(cells) + " |" for cells in rows]
     source = f"Measured at commit {results['commit']} on {in_words(results['machine'])}."
     return "\n".join([*lines, "", source])
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    """A contender's cell."""
+    if "over_nonprivate" not in row:
+        return "can't run"
+    return f"{row['over_nonprivate']['median']:.2f}" + ("" if row.get("correct", True) else ", wrong sum")
 
 
 def with_table(text: str, tables: str) -> str:
