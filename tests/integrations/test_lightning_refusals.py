@@ -108,7 +108,7 @@ MODULES = [
     ({"on_before_optimizer_step": rescales}, PrivacyError, "on_before_optimizer_step"),
     ({"configure_optimizers": normalises}, UnsupportedModelError, "BatchNorm"),
     ({"manual_step": forgets}, PrivacyError, "had no step"),
-    ({"manual_step": lambda self, batch: self.manual_backward(self.losses(batch))}, TypeError, "LogicalBatch"),
+    ({"manual_step": lambda self, batch: self.manual_backward(self.losses(batch))}, TypeError, "is a logical batch"),
     ({"manual_step": lr.Module.manual_step,
       "configure_optimizers": lambda self: [lr.Module.configure_optimizers(self) for _ in range(2)]},
      PrivacyError, "2 optimizers"),
