@@ -2105,6 +2105,13 @@ OF_COMPANY = [
         (*COLLATED, "-k", "one_long_text"),
     ),
     Mutant(
+        "a batch that the collate function sorts blames the first layer",
+        MIXING_TEST,
+        "name in known and not same(known[name][part], tensor)",
+        "name in known and known[name][part].shape != tensor.shape",
+        (*COLLATED, "-k", "sort_is_named"),
+    ),
+    Mutant(
         "long and short texts are in both halves",
         MIXING_TEST,
         "            order.sort(key=lambda unit: max(lengths[place] for place in rows.places([unit])))\n",

@@ -17,13 +17,14 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ghostclip.clipper.cutting import sizes_of
+from ghostclip.clipper.cutting import sizes_of, tensors_of
 from ghostclip.self_check.mixing_place import mixing_place
-from ghostclip.self_check.trial_losses import TrialLosses, unlike
+from ghostclip.self_check.trial_losses import TrialLosses, same, unlike
 from ghostclip.wrap import Finding
 
 __all__ = ["REMEDY_OF_KEPT", "MixingTest"]
@@ -116,9 +117,26 @@ class MixingTest:
         trial.allow_rounding()
         if not self._repeats(test) or self._is_rounding(test):
             return None
-        # Whatever sees the padding, the first layer's output has other sizes, and would be blamed.
-        sizes = [sizes_of(trial.rows.load(part).batch, len(part)) for part in (trial.every, *self._halves)]
-        return OF_COMPANY if sizes.count(sizes[0]) < len(sizes) else self.place() or OF_COMPANY
+        return OF_COMPANY if self._batch_moves() else self.place() or OF_COMPANY
+
+    def _batch_moves(self) -> bool:
+        """Whether the collate function gives rows of a half other sizes or values than in the whole batch.
+
+        It pads or sorts them, for instance. The first layer gives them another output then, and would be blamed.
+        """
+        rows, first = self._trial.rows, self._trial.first.loaded
+        whole, halves = rows.load(self._trial.every).batch, [rows.load(part).batch for part in self._halves]
+        parts = list(zip(halves, self._halves, strict=True))
+        if any(sizes_of(half, len(part)) != sizes_of(whole, len(rows)) for half, part in parts):
+            return True
+        if first.drew:
+            return False
+        known = _by_row(whole, len(rows))
+        return any(
+            name in known and not same(known[name][part], tensor)
+            for half, part in parts
+            for name, tensor in _by_row(half, len(part)).items()
+        )
 
     def _what_moves(self) -> Test | None:
         """The first test that finds something; None where none does."""
@@ -235,6 +253,12 @@ class MixingTest:
         except Exception as error:  # a finding stands without a place
             log.info("the place where examples meet was not found: %s: %s", type(error).__name__, error)
             return None
+
+
+def _by_row(batch: Any, rows: int) -> dict[str, Tensor]:
+    """The tensors of a batch with a row for each example, by name; not those of lists with an entry for each."""
+    found = ((name, each) for name, each in tensors_of(batch, rows) if "*" not in name and not each.is_nested)
+    return {name: each for name, each in found if each.layout == torch.strided and each.shape[:1] == (rows,)}
 
 
 def _comparable(before: Tensor, after: Tensor, in_order: bool) -> tuple[Tensor, Tensor]:

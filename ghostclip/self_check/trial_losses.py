@@ -21,7 +21,7 @@ from ghostclip.planner import Planner
 from ghostclip.self_check.loading import Loaded, LoadedRows
 from ghostclip.sharding.plain import Sharding
 
-__all__ = ["LossFunction", "TrialLosses", "TrialOutcome", "unlike"]
+__all__ = ["LossFunction", "TrialLosses", "TrialOutcome", "same", "unlike"]
 
 # By the narrowest type: share of the largest loss by which one must move to be another, and the least that counts.
 ROUNDING = {torch.float64: (1e-9, 1e-14), torch.float32: (1e-5, 1e-6)}
@@ -87,7 +87,7 @@ class TrialLosses:
         with self._noting_who_draws():
             self.untouched = self.run(self.every, quiet=False, norms=True)
         left = _frozen(model) | self.untouched.left
-        self.changed = [key for key in before | left if not _same(before.get(key), left.get(key))]
+        self.changed = [key for key in before | left if not same(before.get(key), left.get(key))]
         self.first = self.run(self.every, norms=True) if self._quiet else self.untouched
         self.draws = self.first.loaded.drew or self.first.states[1] != self._begins
         self._rounding = ROUNDING.get(self.first.losses.dtype, self._rounding)
@@ -241,10 +241,10 @@ def _sum(parameter: Tensor) -> float:
 def unlike(these: State, those: State, kind: str) -> list[str]:
     """Names of tensors of a kind with other values; one that has another shape is a cache."""
     both = [key for key in these if key[0] == kind and key in those and these[key].shape == those[key].shape]
-    return [name for _, name in both if not _same(these[kind, name], those[kind, name])]
+    return [name for _, name in both if not same(these[kind, name], those[kind, name])]
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Whether a value is what it was; what can't be compared, as some layouts can't, counts as another."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return one[0] is other[0] and one[1:] == other[1:]

@@ -104,6 +104,16 @@ def test_padding_is_named_and_not_the_layer_that_sees_it_first():
         train(engine_of((model, data, loss_fn, {}), batch_size=16), loss_fn)
 
 
+def test_a_sort_is_named_where_halves_have_the_sizes_of_the_whole():
+    """As texts cut to one length have: the sort alone shows, and an embedding would be blamed."""
+    torch.manual_seed(0)
+    model, data, loss_fn, options = MIXING["users_rows_sorted_by_length"]()
+    cut = [text for _ in range(8) for length in (6, 12) for text in collated.texts(1, (length, length + 1))]
+    data, options = loader(cut, data.collate_fn), {**options, "unit_ids": [row // 2 for row in range(16)]}
+    with pytest.raises(UnsupportedModelError, match="unit_ids keep the rows in the order"):
+        train(engine_of((model, data, loss_fn, options), batch_size=4), loss_fn)
+
+
 def test_padding_is_found_behind_a_head_of_zeros():
     """Of which no loss depends on the text, as at the start of fine-tuning: gradients do."""
     torch.manual_seed(0)
