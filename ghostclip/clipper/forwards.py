@@ -19,6 +19,7 @@ from ghostclip.clipper.trial import TRYING, without_trace
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import from_below
 from ghostclip.graph.overwritten import NOT_FIRST, Forward, overwriting
+from ghostclip.nn.base import hooked_since
 
 __all__ = ["ModelCalls", "forward_of", "without_ranks"]
 
@@ -99,7 +100,7 @@ class ModelCalls:
 
     def hooked(self) -> bool:
         """Whether a hook was registered since the first call after the last backward, on a tensor perhaps."""
-        found = not self._used and self._registered != RemovableHandle.next_id
+        found = not self._used and hooked_since(self._registered)
         self._used = True
         return found
 

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.graph import _engine_run_backward as run_backward
-from torch.utils.hooks import RemovableHandle
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of, number_of, ones_of, signature_of
 from ghostclip.graph.operations import EXPANDING, hides_constants, word_of
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
-from ghostclip.nn.base import NOTHING, PROBE, LayerCall
+from ghostclip.nn.base import NOTHING, PROBE, LayerCall, hooked_since
 from ghostclip.nn.fallback import FallbackCall
 
 __all__ = [
@@ -183,7 +182,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
             words += (word or kind, len(edges), signature and number_of(signature(node)))
             stack += edges
     own = index.own_calls(calls)
-    hooked = bool(calls) and min([call.registered for call in calls]) != RemovableHandle.next_id
+    hooked = bool(calls) and hooked_since(min([call.registered for call in calls]))
     return Uses(own, leaves, list(places), hash(tuple(words)), hooked)
 
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from ghostclip.errors import GradientLeakError, PrivacyError, UnsupportedModelError
+from ghostclip.nn.base import HOOKS_OF_FSDP2
 from ghostclip.sharding.detection import is_fully_sharded, parameter_groups, reshard
-from ghostclip.sharding.groups import Group, hook_base
+from ghostclip.sharding.groups import Group, hook_base, note_hooks
 from ghostclip.sharding.plain import Add, Sharding, Totals, local_part
 
 __all__ = ["FullySharded"]
@@ -43,6 +44,9 @@ class FullySharded(Sharding):
         self._state._lazy_init()
         self._guard, self._opened = guard, False
         self._hooks: list[Any] = []
+        self._sharded: list[Any] = [module for module in model.modules() if is_fully_sharded(module)]
+        # Modules that were sharded together have one.
+        self._states = dict.fromkeys(module._get_fsdp_state() for module in self._sharded)
         reshard(model)
         self._groups = [Group(group) for group in parameter_groups(model)]
         self.most_bytes = max(sum(whole.nbytes for whole in group.wholes.values()) for group in self._groups)
@@ -69,14 +73,18 @@ class FullySharded(Sharding):
             self._opened = True
             for place, group in enumerate(self._groups, len(self._pairs)):
                 group.open(partial(self.ask, [place]))
-            sharded = [module for module in self._model.modules() if is_fully_sharded(module)]
-            self._hooks = [module.register_forward_hook(hook_base) for module in sharded]
+            HOOKS_OF_FSDP2.clear()
+            for state in self._states:
+                state._register_pre_backward_hook = partial(note_hooks, state)
+            self._hooks = [module.register_forward_hook(hook_base) for module in self._sharded]
 
     def reshard(self) -> None:
         if self._opened:
             self._opened = False
             for hook in self._hooks:
                 hook.remove()
+            for state in self._states:
+                del state._register_pre_backward_hook
             for group in self._groups:
                 group.close()
             self._state._reset_iter_state()  # as after a pass that was given up half-way

@@ -54,6 +54,35 @@ def trained(hybrid: bool = False, **options: Any) -> dict[str, Any]:
     return found | {"epsilon": engine.epsilon(), "events": engine.events}
 
 
+def open_layouts(hooked: bool) -> list[bool]:
+    """After each of eight steps, whether the next batch will be measured whatever it is."""
+    engine = runs.engine_for(
+        model := sharded(runs.network(torch.float64)), torch.optim.SGD(model.parameters(), 0.1), examples()
+    )
+    found: list[bool] = []
+
+    def losses_of(model: nn.Module, batch: Any) -> Tensor:
+        losses = runs.losses_of(model, batch)
+        if hooked:
+            losses.register_hook(lambda grad: grad)
+        return losses
+
+    while len(found) < 8:
+        for batch in engine.batches():
+            engine.step(batch, losses_of)
+            if len(batch.rows[0]) > 1:
+                found.append(engine._steps.release.clipper.passes.is_open)
+    return found
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_hooks_of_fsdp2_are_no_reason_to_measure_each_batch_and_those_of_others_are(
+    hooked: bool, tmp_path: Path
+) -> None:
+    for found in on_ranks(partial(open_layouts, hooked), tmp_path, 2):
+        assert found[1:] == [hooked] * (len(found) - 1)
+
+
 def all_trained(names: list[str], hybrid: bool = False) -> list[dict[str, Any]]:
     return [trained(hybrid, **OPTIONS[name]) for name in names]
 
