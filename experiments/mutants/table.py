@@ -2155,14 +2155,14 @@ OF_COMPANY = [
     ),
     Mutant(
         "hooks of users count as FSDP2's",
-        "ghostclip/nn/base.py",
+        "ghostclip/sharding/hooks.py",
         "sum([own >= number for own in HOOKS_OF_FSDP2])",
         "max(len(HOOKS_OF_FSDP2), RemovableHandle.next_id - number)",
         ("tests/engine/test_fsdp_engine.py", "-k", "no_reason_to_measure"),
     ),
     Mutant(
         "steps under FSDP2 are measured in every batch",
-        "ghostclip/sharding/groups.py",
+        "ghostclip/sharding/hooks.py",
         "    HOOKS_OF_FSDP2.extend(range(first, RemovableHandle.next_id))\n",
         "",
         ("tests/engine/test_fsdp_engine.py", "-k", "no_reason_to_measure"),

@@ -19,7 +19,7 @@ from ghostclip.clipper.trial import TRYING, without_trace
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import from_below
 from ghostclip.graph.overwritten import NOT_FIRST, Forward, overwriting
-from ghostclip.nn.base import hooked_since
+from ghostclip.sharding.hooks import hooked_since
 
 __all__ = ["ModelCalls", "forward_of", "without_ranks"]
 

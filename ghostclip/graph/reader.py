@@ -23,8 +23,9 @@ from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of, number_of, ones_of, signature_of
 from ghostclip.graph.operations import EXPANDING, hides_constants, word_of
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
-from ghostclip.nn.base import NOTHING, PROBE, LayerCall, hooked_since
+from ghostclip.nn.base import NOTHING, PROBE, LayerCall
 from ghostclip.nn.fallback import FallbackCall
+from ghostclip.sharding.hooks import hooked_since
 
 __all__ = [
     "Uses",

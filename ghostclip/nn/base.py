@@ -33,7 +33,6 @@ __all__ = [
     "Sink",
     "built_of_wrappers",
     "has_saved_tensor_hooks",
-    "hooked_since",
     "is_capturing",
     "place_of",
     "without_examples",
@@ -52,9 +51,6 @@ CAPTURE = "_CaptureBackward"
 
 # The exact torch class -> its wrapper. Filled once, by the class statements of this package and of users' own layers.
 LAYERS: dict[type, type[GhostLayer]] = {}
-
-# The numbers of hooks that FSDP2 registered in the last forwards, and which hand gradients on as they are.
-HOOKS_OF_FSDP2: list[int] = []
 
 # What computed a tensor; None for leaves.
 GRAD_FN = operator.attrgetter("grad_fn")
@@ -168,11 +164,6 @@ class _Capture(torch.autograd.Function):
 
 # Function.apply looks for torch.func's transforms first, which `is_capturing` has done.
 _apply_capture = super(torch.autograd.Function, _Capture).apply
-
-
-def hooked_since(number: int) -> bool:
-    """Whether a hook was registered in this process since there were so many, besides FSDP2's own."""
-    return RemovableHandle.next_id - number != sum([own >= number for own in HOOKS_OF_FSDP2])
 
 
 def has_saved_tensor_hooks() -> bool:

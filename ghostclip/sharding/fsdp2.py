@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from ghostclip.errors import GradientLeakError, PrivacyError, UnsupportedModelError
-from ghostclip.nn.base import HOOKS_OF_FSDP2
 from ghostclip.sharding.detection import is_fully_sharded, parameter_groups, reshard
-from ghostclip.sharding.groups import Group, hook_base, note_hooks
+from ghostclip.sharding.groups import Group, hook_base
+from ghostclip.sharding.hooks import HOOKS_OF_FSDP2, note_hooks
 from ghostclip.sharding.plain import Add, Sharding, Totals, local_part
 
 __all__ = ["FullySharded"]

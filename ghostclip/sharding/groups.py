@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
-from ghostclip.nn.base import HOOKS_OF_FSDP2
-
-__all__ = ["Group", "hook_base", "note_hooks"]
+__all__ = ["Group", "hook_base"]
 
 
 class Group:
@@ -95,14 +92,6 @@ class Group:
         if not self._group.is_unsharded:
             for each in self._group.fsdp_params:
                 each._setattr_on_modules(each._unsharded_param if substituted else each.sharded_param)
-
-
-def note_hooks(state: Any, output: Any) -> Any:
-    """FSDP2's `_register_pre_backward_hook`, whose hooks ask for values and leave gradients as they are."""
-    first = RemovableHandle.next_id
-    output = type(state)._register_pre_backward_hook(state, output)
-    HOOKS_OF_FSDP2.extend(range(first, RemovableHandle.next_id))
-    return output
 
 
 def hook_base(module: Any, _: Any, output: Any) -> None:

@@ -59,7 +59,8 @@ TOKENS: dict[str, Any] = {
 
 
 def private(model: nn.Module, labels: Any, **options: Any) -> Any:
-    """Model, optimizer and loader of 20 examples, without noise."""
+    """Model, optimizer and loader of 20 examples, without noise; batches are drawn by a seed, so that none is empty."""
+    options.setdefault("noise_generator", torch.Generator().manual_seed(1))
     images = isinstance(model, ViTForImageClassification)
     data = [
         {"labels": labels(), **({"pixel_values": torch.randn(1, 4, 4).double()} if images else
@@ -115,7 +116,6 @@ def test_other_losses_of_classifiers_are_refused(why: str) -> None:
     torch.manual_seed(0)
     name, labels, options, says = REFUSED[why]
     kept = iter([torch.tensor(1)] * 10)
-    options = {"noise_generator": torch.Generator().manual_seed(1), **options}
     model, optimizer, loader = private(CLASSIFIERS[name][0](), lambda: next(kept, labels()), **options)
     for batch in loader:
         own_loss(model, batch).backward()
