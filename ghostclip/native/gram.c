@@ -9,8 +9,14 @@
 #include "vectors.h"
 #include "panels.h"
 
+/* Rows in a block: its sums take most of the registers, of which there are 32 of 64 bytes, or 16. */
+#if BYTES == 64
+#define BLOCK 8
+#else
+#define BLOCK 6
+#endif
 /* Features of a panel that stay in the first-level cache. */
-#define DEPTH 128
+#define DEPTH (8192 / BYTES)
 /* Features that are taken between two looks at how many are left. */
 #define STEPS 4
 /* Panels that share one read of rows that are too many for the second-level cache, of about so many bytes. */

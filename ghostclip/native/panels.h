@@ -7,12 +7,6 @@
 /* Vectors in a panel of columns. */
 #define PANEL 2
 #define ROUND_UP(count, step) (((count) + (step) - 1) / (step) * (step))
-/* Rows in a block: as many as leave room in the registers for a panel's columns. */
-#if BYTES == 64
-#define BLOCK 8
-#else
-#define BLOCK 4
-#endif
 
 #else
 

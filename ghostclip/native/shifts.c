@@ -10,6 +10,12 @@
 #include "vectors.h"
 #include "panels.h"
 
+/* Rows in a block: its sums leave room in the registers, and some blocks are a whole square to be turned. */
+#if BYTES == 64
+#define BLOCK 8
+#else
+#define BLOCK 4
+#endif
 /* Weights of an output that are formed together: whole blocks of rows, and whole squares to be turned. */
 #define ROWS(lanes) ((lanes) > BLOCK ? (lanes) : BLOCK)
 
