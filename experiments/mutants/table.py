@@ -2168,6 +2168,20 @@ OF_COMPANY = [
         ("tests/engine/test_fsdp_engine.py", "-k", "no_reason_to_measure"),
     ),
     Mutant(
+        "under FSDP2 a restored mechanism has an empty history",
+        "ghostclip/engine/mechanism.py",
+        '            self._history.load_state_dict({**history, "kept": parts}, parameters)\n',
+        '            self._history.load_state_dict({**history, "kept": []}, parameters)\n',
+        ("tests/engine/test_fsdp_correlation.py", "-k", "c_times"),
+    ),
+    Mutant(
+        "noise that was interrupted on another rank is gone on with",
+        "ghostclip/engine/mechanism.py",
+        "any(self._ranks.gathered(self._is_broken()))",
+        "self._ranks.led(self._is_broken)",
+        ("tests/engine/test_fsdp_correlation.py", "-k", "interrupted"),
+    ),
+    Mutant(
         "a finding of padding blames a layer",
         MIXING_TEST,
         "        return OF_COMPANY if self._batch_moves() else self.place() or OF_COMPANY\n",

@@ -8,14 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from ghostclip import accounting
 from ghostclip.clipping.choice import adapts
 from ghostclip.events import Event
 from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation
 from ghostclip.sampling import LogicalBatches
-from ghostclip.sharding.detection import is_fully_sharded
 
 __all__ = ["BandsRow", "ChosenCorrelation", "chosen_correlation", "refuse_with_correlation"]
 
@@ -70,14 +67,13 @@ class ChosenCorrelation:
         return "\n".join(lines)
 
 
-def refuse_with_correlation(correlation: Any, given: dict[str, Any], policy: Any, model: nn.Module) -> None:
+def refuse_with_correlation(correlation: Any, given: dict[str, Any], policy: Any) -> None:
     """Raises ValueError or TypeError where arguments of the engine don't go with correlated noise.
 
     Args:
         correlation: as for `PrivacyEngine`; None: everything goes.
         given: the arguments ``sampling``, ``schedule``, ``noise``, ``steps``, ``epochs`` and ``target_epsilon``.
         policy: of clipping.
-        model: that is trained.
     """
     if correlation is None:
         return
@@ -90,7 +86,6 @@ def refuse_with_correlation(correlation: Any, given: dict[str, Any], policy: Any
         "adaptive clipping": adapts(policy) and "the thresholds, and so the noise, must be the same at each step",
         'noise="hardened"': given["noise"] == "hardened" and not independent
         and "the history of noise is kept in floating point, which its lattice doesn't cover",
-        "fully_shard": is_fully_sharded(model) and not independent and "the history of noise is not sharded",
     }  # fmt: skip
     for other, reason in reasons.items():
         if reason:

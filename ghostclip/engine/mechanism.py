@@ -22,6 +22,7 @@ from ghostclip.events import within
 from ghostclip.noise import Noise
 from ghostclip.noise.history import history_of
 from ghostclip.sampling import LogicalBatches
+from ghostclip.sharding.plain import Sharding, local_part
 
 __all__ = ["Mechanism"]
 
@@ -29,7 +30,8 @@ __all__ = ["Mechanism"]
 class Mechanism(Noise):
     """Comes between the engine and its noise, and between it and its charges.
 
-    Where several processes train together the leading one has the history, and all have the mechanism's name.
+    Where several processes train together all have the mechanism's name, and who draws noise has the history of it:
+    the leading one, or, of a sharded model and noise that nobody can repeat, each of its own shards.
 
     Args:
         ranks: which train together.
@@ -64,7 +66,7 @@ class Mechanism(Noise):
 
     def charge(self, terms: Terms) -> None:
         """`Spending.charge`, under the mechanism's name; after an interruption or a fork under a new one."""
-        if self._history is not None and self._ranks.led(self._is_broken):
+        if self._history is not None and any(self._ranks.gathered(self._is_broken())):
             self.begin(self._terms.began + self._charged())
         self._spending.charge(replace(terms, event=within(terms.event, self._terms.mechanism)))
 
@@ -97,14 +99,27 @@ class Mechanism(Noise):
         """See `Noise.generator_on`."""
         return self._source.generator_on(device)
 
-    def state_dict(self) -> dict[str, Any]:
-        """For the private part of a checkpoint: the name, the groups, and the history of noise."""
+    @property
+    def _shards(self) -> Sharding | None:
+        """Whose parts the history is of; None where the leading rank has all of it."""
+        return self._ranks.sharding if self._ranks.sharding.sharded and self.private else None
+
+    def state_dict(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+        """For the private part of a checkpoint: the name, the groups, and the history of noise; all ranks ask for it.
+
+        Args:
+            parameters: that are trained.
+        """
         groups = self._loader.groups
+        history = None if self._history is None else self._history.state_dict()
+        if history is not None and (shards := self._shards) is not None:
+            pairs = zip(history["kept"], parameters, strict=False)  # none before the first step
+            history["kept"] = [torch.stack([shards.whole(each, p).cpu() for each in kept]) for kept, p in pairs]
         return {
             "name": self._terms.mechanism,
             "began": self._terms.began,
             "groups": None if groups is None else torch.from_numpy(groups),
-            "history": None if self._history is None else self._history.state_dict(),
+            "history": history,
         }
 
     def restore(
@@ -126,5 +141,11 @@ class Mechanism(Noise):
         if self._spending.steps_of(state["name"], everyone=True) != steps_of(state["name"], saved):
             return
         self._terms.rename(state["began"], state["name"])
-        if self._history is not None and state["history"] is not None and self._ranks.leads:
-            self._history.load_state_dict(state["history"], parameters)
+        if self._history is None or (history := state["history"]) is None:
+            return
+        if (shards := self._shards) is not None:
+            pairs = zip(history["kept"], parameters, strict=False)
+            parts = [torch.stack([local_part(shards.part(each, p)) for each in kept]) for kept, p in pairs]
+            self._history.load_state_dict({**history, "kept": parts}, parameters)
+        elif self._ranks.leads:
+            self._history.load_state_dict(history, parameters)

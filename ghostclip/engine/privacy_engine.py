@@ -146,7 +146,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         )  # fmt: skip
         given = {"sampling": sampling, "schedule": schedule, "noise": noise, "steps": steps, "epochs": epochs}
         policy = policy_for(model, clipping)
-        refuse_with_correlation(correlation, given | {"target_epsilon": target_epsilon}, policy, model)
+        refuse_with_correlation(correlation, given | {"target_epsilon": target_epsilon}, policy)
         self._terms = terms = StepTerms(
             schedule, loader, policy, noise_multiplier, target_epsilon, target_delta, (epochs, steps), correlation,
             Before(before, source.private),

@@ -118,6 +118,7 @@ class Snapshots:
         # All ranks ask together for what is sharded.
         model = {name: self.ranks.whole(value) for name, value in self.model.state_dict().items()}
         optimizer = tree_map(self.ranks.whole, optimizer_state(self.optimizer))
+        mechanism = None if self.mechanism is None else self.mechanism.state_dict(self._trained())
 
         def write() -> None:
             _, _, sampler = self._position()
@@ -127,7 +128,7 @@ class Snapshots:
                 "random": states[0],
                 "random of other ranks": states[1:],
                 "extra": {name: thing.state_dict() for name, thing in _checked(extra).items()},
-                "mechanism": None if self.mechanism is None else self.mechanism.state_dict(),
+                "mechanism": mechanism,
             }
             checkpoint.save(path, {**self.progress(), "model": model, "optimizer": optimizer}, private)
 
@@ -218,11 +219,13 @@ class Snapshots:
 
     def _resume_mechanism(self, state: Mapping[str, Any] | None, public: Mapping[str, Any]) -> None:
         """Goes on with the checkpoint's mechanism, or begins a new one where it was charged for more steps since."""
-        if self.mechanism is None:
-            return
-        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self.mechanism.restore(state, _spent_in(public), self.model_steps, trained)
-        self.steps.release.renew_terms()
+        if self.mechanism is not None:
+            self.mechanism.restore(state, _spent_in(public), self.model_steps, self._trained())
+            self.steps.release.renew_terms()
+
+    def _trained(self) -> list[nn.Parameter]:
+        """In the order of a release's sums."""
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def _parts_of_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's state of whole parameters, as it is of this rank's."""

@@ -288,6 +288,10 @@ class FullySharded(Sharding):
             return value
         return distribute_tensor(value.to(like.device), self._mesh, like.placements, src_data_rank=None)
 
+    @torch.no_grad()
+    def whole(self, part: Tensor, like: Any) -> Tensor:
+        return self._as_shards([part], [like])[0].full_tensor()
+
 
 class ShardedTotals(Totals):
     """Also {id of a shard: this rank's shard of what was reduced}.

@@ -108,6 +108,10 @@ class Sharding:
         """This rank's part of what was stored of the parameter ``like``, or of what an optimizer knows of it."""
         return value
 
+    def whole(self, part: Tensor, like: Tensor) -> Tensor:
+        """What ranks have parts of, as large as the parameter ``like``; they ask for it together."""
+        return part
+
 
 class Totals(dict[int, Tensor]):
     """{id of a Parameter: its clipped sum, float32 or wider}, over the physical batches of a logical one."""
