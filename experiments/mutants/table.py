@@ -3499,7 +3499,7 @@ NOISE_OVER_STEPS = [
     Mutant(
         "history lost at a restart and not charged",
         MECHANISM,
-        '            self._history.load_state_dict(state["history"], parameters)\n',
+        "            self._history.load_state_dict(history, parameters)\n",
         "            pass\n",
         CORRELATED,
     ),
@@ -3555,7 +3555,7 @@ NOISE_OVER_STEPS = [
     Mutant(
         "a batch that had no step doesn't come again for its group",
         "ghostclip/sampling/batches.py",
-        "draws.next_step == self._place()",
+        "draws.next_step == self._step_number()",
         "True",
         BY_TURNS,
     ),

@@ -90,8 +90,8 @@ class _Given(LogicalBatch):
 def _compiled_steps(model: nn.Module, losses: Losses, max_norm: float) -> Prepared:
     """Steps with Adam; their clipped sums are read off steps of learning rate zero without noise.
 
-    The batch comes in one piece and isn't padded: what a step of so many rows costs. Poisson sampling pads batches by
-    about three roots of their size, so that they share one graph.
+    The batch comes in one piece and isn't padded: what a step of so many rows costs. Poisson samples are padded, so
+    that they share few graphs: by a tenth of their rows in the mean.
     """
     clipper, of_batch = GhostClipper(model, max_norm, second_pass="cached"), loss_function(losses)
     made: dict[str, LogicalStep] = {}

@@ -145,7 +145,7 @@ class Release:
         if batch is not None:
             if self.clipper.sharding.sharded:
                 self._unshard()
-            self.batch, self.terms = batch, self._terms_at(batch.place)
+            self.batch, self.terms = batch, self._terms_at(batch.step_number)
             self.updates.begin()
         self.clipper.passes.threshold_factor = self.terms.threshold_factor
         self.sensitivity = self.clipper.passes.sensitivity

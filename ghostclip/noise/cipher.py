@@ -36,11 +36,11 @@ class KeyStream:
         key = os.urandom(KEY_BYTES) if key is None else key
         self._encrypt = Cipher(algorithms.AES(key), counter).encryptor().update_into
 
-    def words(self, count: int) -> np.ndarray:
+    def words64(self, count: int) -> np.ndarray:
         """The next ``count`` words, uint64."""
         return self._bytes(8 * count).view(np.uint64)
 
-    def halves(self, count: int) -> np.ndarray:
+    def words32(self, count: int) -> np.ndarray:
         """The next ``count`` words, uint32."""
         return self._bytes(4 * count).view(np.uint32)
 
@@ -136,4 +136,4 @@ class CipherGenerator:
         """The next words, beginning with a whole block."""
         blocks = -(-count // WORDS)
         self._block += blocks
-        return self._stream.words(blocks * WORDS)[:count]
+        return self._stream.words64(blocks * WORDS)[:count]

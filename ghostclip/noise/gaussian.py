@@ -163,12 +163,12 @@ class Aes(Normal):
     @position.setter
     def position(self, words: int) -> None:
         self._stream, self._taken = KeyStream(self._key, words // WORDS_OF_BLOCK), words
-        self._stream.halves(words % WORDS_OF_BLOCK)
+        self._stream.words32(words % WORDS_OF_BLOCK)
 
     def words(self, count: int) -> np.ndarray:
         """The next ``count`` words, uint32. They count as taken before they are."""
         self._taken += count
-        return self._stream.halves(count)
+        return self._stream.words32(count)
 
 
 class DeviceNormal(Normal):

@@ -129,7 +129,7 @@ class Lattice:
         out = np.empty_like(sums)
         left, words = [np.empty(0, np.intp)], [np.empty(0, np.uint32)]
         for start in range(0, len(sums), CHUNK):
-            fresh = stream.halves(min(CHUNK, len(sums) - start))
+            fresh = stream.words32(min(CHUNK, len(sums) - start))
             found = self._look(sums[start : start + CHUNK], out[start : start + CHUNK], fresh)
             left.append(found + start)
             words.append(fresh[found])
@@ -158,7 +158,7 @@ class Lattice:
         while len(waiting):
             layers, signs = (words & (LAYERS - 1)).astype(np.intp), np.where(words & LAYERS, -1.0, 1.0)
             digits = (words >> (LAYER_BITS + 1)).astype(np.uint64) << np.uint64(ENOUGH - DIGITS)
-            digits |= stream.words(len(words)) >> np.uint64(64 - ENOUGH + DIGITS)
+            digits |= stream.words64(len(words)) >> np.uint64(64 - ENOUGH + DIGITS)
             shares = (digits.astype(np.float64) + 0.5) * 2.0**-ENOUGH
             accepted, doubtful, heights = self._layers.under(layers, shares, stream)
             noisy = targets[waiting] + signs * self._widths[layers] * shares
@@ -172,13 +172,13 @@ class Lattice:
                 whole[index] = 0 if answer is None else answer
             found[waiting[accepted]] = whole[accepted]
             waiting = waiting[~accepted]
-            words = stream.halves(len(waiting))
+            words = stream.words32(len(waiting))
         return found
 
     def _exactly(self, total: float, sign: float, point: tuple[int, int, int], stream: KeyStream) -> int | None:
         """The multiple of the step by 180 digits; None when the point (layer, digits, height's) is not under f."""
         layer, digits, height = point
-        more = [int.from_bytes(stream.words(MORE // 64).tobytes(), "little") for _ in range(2)]
+        more = [int.from_bytes(stream.words64(MORE // 64).tobytes(), "little") for _ in range(2)]
         x = Fraction(self._layers.widths[layer]) * Fraction((digits << MORE) + more[0], 1 << (ENOUGH + MORE))
         if not self._layers.certainly_under(layer, x, Fraction((height << MORE) + more[1], 1 << (53 + MORE))):
             return None

@@ -73,7 +73,7 @@ class Ziggurat:
         doubtful = np.zeros(len(layers), bool)
         digits = np.zeros(len(layers), np.uint64)
         rest = np.flatnonzero(~accepted)
-        digits[rest] = stream.words(len(rest)) >> np.uint64(11)
+        digits[rest] = stream.words64(len(rest)) >> np.uint64(11)
         layers = layers[rest]
         heights = self.floors[layers] + (digits[rest].astype(np.float64) + 0.5) * 2.0**-53 * self.heights[layers]
         curve = np.exp(-0.5 * np.square(self.widths[layers] * shares[rest]))

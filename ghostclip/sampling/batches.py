@@ -123,7 +123,7 @@ class LogicalBatches:
         self._loader = self._open()
         self.check_size = partial(check_size, dataset, self.dataset_size)
         self._scheme_at: Callable[[int], Scheme] = lambda _: self.scheme
-        self._place: Callable[[], int] | None = None
+        self._step_number: Callable[[], int] | None = None
         self._draws: Draws | None = None
         self._process = os.getpid()
         self._epoch = self._taken = self._skip = 0
@@ -179,15 +179,15 @@ class LogicalBatches:
         """About the most units in a physical batch."""
         return self.largest if self.limit is None else min(self.limit, self.largest)
 
-    def follow(self, scheme_at: Callable[[int], Scheme], largest: int, place: Callable[[], int]) -> None:
+    def follow(self, scheme_at: Callable[[int], Scheme], largest: int, step_number: Callable[[], int]) -> None:
         """From the next loop on batches are drawn by a schedule.
 
         Args:
             scheme_at: from a step's number to how its batch is drawn.
             largest: about the most units in a batch.
-            place: the number of the next step, asked when a loop begins, and before each batch where groups take turns.
+            step_number: of the next step, asked when a loop begins, and before each batch where groups take turns.
         """
-        self._scheme_at, self._largest, self._place = scheme_at, largest, place
+        self._scheme_at, self._largest, self._step_number = scheme_at, largest, step_number
 
     def event(self, noise_multiplier: float) -> SampledRelease:
         """What the release of a noisy sum over one logical batch is to be charged as."""
@@ -227,11 +227,11 @@ class LogicalBatches:
 
     def _next_step(self) -> int:
         """The number of the next step, which the owner knows."""
-        return self._epoch * len(self) + self._taken if self._place is None else self._place()
+        return self._epoch * len(self) + self._taken if self._step_number is None else self._step_number()
 
     def in_turn(self, draws: Draws) -> bool:
         """Whether the next batch of ``draws`` is of the group whose turn it is: one that wasn't charged had none."""
-        return self.groups is None or self._place is None or draws.next_step == self._place()
+        return self.groups is None or self._step_number is None or draws.next_step == self._step_number()
 
     def position(self, again: bool = False) -> tuple[int, int, Mapping[str, Any] | None]:
         """Where sampling stands: epochs that are over, batches taken in this one, the state of a seeded generator.
@@ -321,9 +321,9 @@ class _Epoch:
         self._in_step = True
         if physical is None:
             raise StopIteration
-        place = self._draws.next_step - 1
+        draws, plan = self._draws, self._plan
         batch = LogicalBatch(
-            physical, partial(self._load, self._turn), self._plan.owner, self._draws.digest, place, self._plan.source
+            physical, partial(self._load, self._turn), plan.owner, draws.digest, draws.next_step - 1, plan.source
         )
         self._plan.taken_from(self._draws)
         try:

@@ -69,7 +69,7 @@ class LogicalBatch:
         users: whose rows they are, for each physical batch; None where examples are the units of privacy.
         handed: how many physical batches were handed out so far.
         state: how far it is.
-        place: the number of its step, by which a schedule has its terms; 0 for the model's first step.
+        step_number: of its step, by which a schedule has its terms; 0 for the model's first step.
         digest: tells samples apart where several processes share one out; "" where there is one.
         dataset, collate: what physical batches are made of, and by.
     """
@@ -80,10 +80,10 @@ class LogicalBatch:
         load: Callable[[], Any],
         owner: BatchOwner,
         digest: str = "",
-        place: int = 0,
+        step_number: int = 0,
         source: tuple[Any, Callable[[Any], Any]] = ((), list),
     ) -> None:
-        self.digest, self.place = digest, place
+        self.digest, self.step_number = digest, step_number
         self.dataset, self.collate = source
         self.rows = [rows for rows, _ in physical]
         self.sizes = [len(rows) for rows, _ in physical]
@@ -98,7 +98,7 @@ class LogicalBatch:
         """Says how far it is, and nothing of its size."""
         started = "handed out in part" if self.handed else "not yet used"
         known = self.state in (BatchState.GATHERING, BatchState.COMPLETE)
-        return f"LogicalBatch(step {self.place}, {started if known else self.state.name.lower()})"
+        return f"LogicalBatch(step {self.step_number}, {started if known else self.state.name.lower()})"
 
     def physical(self) -> Iterator[Any]:
         """Iterates over the physical batches. Leaving the loop before the last one discards the logical batch.

@@ -75,7 +75,7 @@ def test_objects_say_how_they_were_built_and_nothing_private() -> None:
     )
     batch = next(batch for batch in engine.batches() if batch.sizes or batch.discard())
     assert repr(batch).endswith("not yet used)")
-    place = batch.place
+    place = batch.step_number
     engine.step(batch, runs.losses_of)
     assert repr(batch) == f"LogicalBatch(step {place}, stepped)"
     clipper = GhostClipper(nn.Linear(2, 2), 0.5)
