@@ -2182,6 +2182,20 @@ OF_COMPANY = [
         ("tests/engine/test_fsdp_correlation.py", "-k", "interrupted"),
     ),
     Mutant(
+        "the backward of a function of somebody's own is not looked at",
+        "ghostclip/graph/moves.py",
+        "return rows is None or not _keeps_apart(node, rows, examples)",
+        "return rows is None",
+        ("tests/clipper/test_row_layouts.py", "-k", "of_ones_own"),
+    ),
+    Mutant(
+        "a function of somebody's own is looked at by one mark for all examples",
+        "ghostclip/graph/moves.py",
+        "_chance.randint(-EXPONENTS, EXPONENTS)",
+        "EXPONENTS",
+        ("tests/clipper/test_row_layouts.py", "-k", "begins_to_mix"),
+    ),
+    Mutant(
         "a finding of padding blames a layer",
         MIXING_TEST,
         "        return OF_COMPANY if self._batch_moves() else self.place() or OF_COMPANY\n",

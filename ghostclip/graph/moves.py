@@ -2,17 +2,21 @@
 
 Of most operations the graph's structure says all about where their rows go. An index, a product with a matrix of data,
 a hook or a function of somebody's own say it by values. Where such an operation may move examples, ownership is
-measured in every batch; where it is an index that can be looked at, in every batch in which it isn't the identity.
+measured in every batch; where it can be looked at (an index, or the backward of a function), in every batch in which
+it moves or mixes them.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves
 
 from ghostclip.graph import operations as op
 from ghostclip.graph.nodes import ACCUMULATE, Edge, saved_dimensions, shape_of
@@ -23,6 +27,12 @@ from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex
 
 __all__ = ["Movements", "movements"]
+
+# Types with room for powers of two around 1, and the largest of their exponents.
+EXACT, EXPONENTS = (torch.float32, torch.float64, torch.bfloat16), 16
+
+# Not Python's own, which users seed.
+_chance = random.Random()
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,8 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
                 indexed.append((place, rows))
             elif _moves(node, rows, examples):
                 return None
+        elif isinstance(node, BackwardCFunction):
+            indexed.append((place, _rows((node, 0), owned)))
         elif _may_mix(node, word, owned):
             return None
         elif word in op.VIEWS:
@@ -93,7 +105,7 @@ def _may_mix(node: Any, word: str, owned: Mapping[Edge, Owned]) -> bool:
         return _shifts(node, owned)
     if word in op.SHAPING:
         return False
-    if word not in op.KNOWN and not op.ATTENTION.search(word):  # as a function of somebody's own
+    if word not in op.KNOWN and not op.ATTENTION.search(word):
         return True
     dims = [(slot, edge, _dim(edge, owned)) for slot, edge in enumerate(node.next_functions)]
     return any(dim in _worked(node, word, slot, edge) for slot, edge, dim in dims if dim is not None)
@@ -174,6 +186,8 @@ def _moves(node: Any, rows: Rows | None, examples: int) -> bool:
     Where that isn't known, it may be the first, or any that has at least as many entries.
     """
     word = op.word_of(node)
+    if isinstance(node, BackwardCFunction):
+        return rows is None or not _keeps_apart(node, rows, examples)
     if word == op.COPY_INTO_SLICES:
         return rows is None or not _copies_in_place(node, rows, examples)
     shape = _shape(node.next_functions[0] if node.next_functions[0][0] is not None else (node, 0))
@@ -219,6 +233,38 @@ def _copies_in_place(node: Any, rows: Rows, examples: int) -> bool:
         for slot, (each, (below, _)) in enumerate(zip(plain, node.next_functions, strict=False))
         if below is not None
     )
+
+
+def _keeps_apart(node: Any, rows: Rows, examples: int) -> bool:
+    """Whether the backward of a function of somebody's own leaves each example's gradient to this example.
+
+    It is run twice more: on numbers, and on these times a power of two for each example, drawn anew in each batch. Such
+    products are exact, so each input gets as many times the first result, to the last bit, unless rows are moved or
+    mixed.
+
+    Args:
+        node: of the function, with one output.
+        rows: of the output, and of each input.
+        examples: B.
+    """
+    shape, (output, *others) = _shape((node, 0)), node._input_metadata
+    size = shape[rows.dim]
+    if is_traced() or others or isinstance(rows.order, RowIndex) or size % examples or output.dtype not in EXACT:
+        return False
+    exponents = torch.tensor([_chance.randint(-EXPONENTS, EXPONENTS) for _ in range(examples)], device=output.device)
+    marks = torch.exp2(exponents.to(output.dtype))[rows.owners(size, examples, output.device)]
+    marks = marks.view([-1 if dim == rows.dim else 1 for dim in range(len(shape))])
+    numbers = torch.arange(shape[-1], device=output.device).cos().to(output.dtype).expand(shape).contiguous()
+    try:
+        with torch.no_grad():
+            plain, marked = (tree_leaves(node.apply(each)) for each in (numbers, numbers * marks))
+            return all(
+                torch.equal((one * marks).nan_to_num(), other.nan_to_num())
+                for one, other in zip(plain, marked, strict=True)
+                if one is not None
+            )
+    except Exception:  # of any kind, of the user's code: the batch is measured
+        return False
 
 
 def _in_any_dimension(tensor: Tensor, examples: int) -> Iterable[Rows]:

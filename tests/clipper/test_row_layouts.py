@@ -53,13 +53,31 @@ def moved(between, *data, examples=6):
 
 
 class Own(torch.autograd.Function):
+    """A function whose backward is given."""
+
     @staticmethod
-    def forward(ctx, h):
-        return h.clone()
+    def forward(ctx, h, back):
+        ctx.back = back
+        ctx.save_for_backward(h)
+        return h.sigmoid()
 
     @staticmethod
     def backward(ctx, grad):
-        return grad
+        return ctx.back(grad, *ctx.saved_tensors), None
+
+
+def of_sigmoid(grad, h):
+    return grad * h.sigmoid() * (1 - h.sigmoid())
+
+
+class Copies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h):
+        return h.clone(), h.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return sum(grads)
 
 
 def in_part(h, change, factor=1.0):
@@ -78,7 +96,6 @@ ALWAYS = {
         *[h[None, None]] * 3, torch.where(EYE > 0, 0.0, -torch.inf)
     )[0, 0],
     "a mask and a sum": lambda m, h: (EYE[:, :, None] * h[None]).sum(1),
-    "a function of one's own": lambda m, h: Own.apply(h),
     "an operation that is not known": lambda m, h: h.renorm(2, 0, 1.0),
     "a whole turn along a dimension counted from the last": lambda m, h: h.roll(6, -2),
 }
@@ -96,6 +113,8 @@ NEVER = {
     "data added in place": lambda m, h: in_part(h, lambda part: part.add_(IMAGES[:, 0])),
     "rows added in place": lambda m, h: in_part(h, lambda part: part.add_(h.sin())),
     "a product with rows in place": lambda m, h: in_part(h, lambda part: part.mul_(h[:, :1])),
+    "a function of one's own": lambda m, h: Own.apply(h, of_sigmoid),
+    "a function of one's own that goes along rows": lambda m, h: Own.apply(h, lambda g, y: g - g.mean(1, keepdim=True)),
     "several rows of each example in place": lambda m, h: in_part(m.first(IMAGES).mul(h[:, None]), torch.sin_),
 }
 BY_INDEX = {
@@ -183,6 +202,46 @@ def test_another_operation_in_place_is_seen_in_its_batch():
     with pytest.raises(UnsupportedModelError, match="examples mix"):
         measured([6] * 5, lambda m, h: in_part(h, next(left)))
     assert next(left, None) is None
+
+
+MIXING = {
+    "a little of their mean": lambda grad, h: grad + 1e-6 * grad.mean(0),
+    "a little of the next example": lambda grad, h: grad + 1e-6 * grad.roll(1, 0),
+    "a factor that all share": lambda grad, h: grad / grad.norm(),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_function_of_ones_own_that_begins_to_mix_is_seen_in_its_batch(name):
+    """In the fifth batch, which isn't measured otherwise."""
+    left = iter([of_sigmoid] * 4 + [MIXING[name]])
+    with pytest.raises(UnsupportedModelError, match="all examples share"):
+        measured([6] * 5, lambda m, h: Own.apply(h, next(left)))
+    assert next(left, None) is None
+
+
+def test_a_function_of_ones_own_that_begins_to_permute_is_measured_from_then_on():
+    left = iter([of_sigmoid] * 4 + [lambda grad, h: grad[PERMUTED]] * 3)
+    assert measured([6] * 7, lambda m, h: Own.apply(h, next(left)), torch.float64) == [1, 2, 4, 5, 6, 7]
+
+
+def in_passes_alone(grad, h):
+    """What can't be called by itself."""
+    if torch._C._current_graph_task_id() < 0:
+        raise ArithmeticError
+    return grad
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda m, h: Own.apply(h, in_passes_alone),
+        lambda m, h: sum(Copies.apply(h)),
+    ],
+    ids=["raises", "two outputs"],
+)
+def test_a_function_of_ones_own_that_cannot_be_looked_at_is_measured_in_every_batch(between):
+    assert measured([6] * 6, between) == list(range(1, 7))
 
 
 @pytest.mark.parametrize(
