@@ -2189,6 +2189,13 @@ OF_COMPANY = [
         ("tests/clipper/test_row_layouts.py", "-k", "of_ones_own"),
     ),
     Mutant(
+        "blocks are computed again to look at a function of somebody's own",
+        "ghostclip/graph/moves.py",
+        "    recomputed = any(call.has_saved_tensor_hooks for call in uses.calls)\n",
+        "    recomputed = False\n",
+        ("tests/clipper/test_row_layouts.py", "-k", "cannot_be_looked_at"),
+    ),
+    Mutant(
         "a function of somebody's own is looked at by one mark for all examples",
         "ghostclip/graph/moves.py",
         "_chance.randint(-EXPONENTS, EXPONENTS)",

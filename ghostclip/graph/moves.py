@@ -69,6 +69,8 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
         shared: nodes that were shown to be the same whatever the examples are.
     """
     constant = uses.made_of_parameters | set(shared)
+    # Checkpointing computes a block again for whatever is read of it, and keeps what it computed.
+    recomputed = any(call.has_saved_tensor_hooks for call in uses.calls)
     by_lengths = any(call.lengths and call.sources for call in uses.calls)
     # A tensor of the examples that belongs to one of them along no dimension.
     spread = any(each.is_shared and node not in constant for (node, _), each in owned.items())
@@ -88,7 +90,7 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
                 indexed.append((place, rows))
             elif _moves(node, rows, examples):
                 return None
-        elif isinstance(node, BackwardCFunction):
+        elif isinstance(node, BackwardCFunction) and not recomputed:
             indexed.append((place, _rows((node, 0), owned)))
         elif _may_mix(node, word, owned):
             return None

@@ -8,6 +8,7 @@ import torch
 from case_models import Wired
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ghostclip
 from ghostclip.clipper.forwards import ModelCalls
@@ -237,8 +238,9 @@ def in_passes_alone(grad, h):
     [
         lambda m, h: Own.apply(h, in_passes_alone),
         lambda m, h: sum(Copies.apply(h)),
+        lambda m, h: checkpoint(lambda x: Own.apply(m.first(x), of_sigmoid), h, use_reentrant=False),
     ],
-    ids=["raises", "two outputs"],
+    ids=["raises", "two outputs", "checkpointed"],
 )
 def test_a_function_of_ones_own_that_cannot_be_looked_at_is_measured_in_every_batch(between):
     assert measured([6] * 6, between) == list(range(1, 7))
