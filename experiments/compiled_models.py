@@ -80,7 +80,7 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# Compiled steps of published models", "",
         "Written by `experiments/compiled_models.py`; do not edit. Forward and both passes of one batch, one thread,",
-        f"no caches. {len(made)} of {len(rows)} models have a graph; {len(used)} of these are faster with it.", "",
+        f"no caches. Of {len(rows)} models that were run {len(made)} have a graph; {len(used)} are faster with it.", "",
         "| model | examples | compiling, s | uncompiled, ms | compiled | why not |",
         "| --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip

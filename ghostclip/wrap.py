@@ -30,6 +30,8 @@ ELSEWHERE = {"transformers": "ghostclip.integrations.huggingface_layers"}
 # What `wrap` leaves in a module.
 OWN = ("ghost_path", "ghost_batch_dim")
 # What `replace` takes; timm's BatchNormAct2d has dropout and an activation behind it, as children.
+# What a group of GroupNorm has at least in place of BatchNorm1d, where there are so many channels.
+FEWEST_IN_GROUP = 16
 BATCHNORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "BatchNormAct2d")
 
 
@@ -280,7 +282,10 @@ def _replacements(model: torch_nn.Module, replace: Mapping[str, str]) -> dict[st
             raise ValueError("replace can't replace the model itself; put it into a Sequential first")
         channels, reference = module.num_features, next(module.parameters(), torch.empty(0))
         # LayerNorm over channels and positions is GroupNorm with one group, and needs no spatial size.
-        groups = 1 if wanted == "LayerNorm" else max(g for g in range(1, min(32, channels) + 1) if channels % g == 0)
+        most = 1 if wanted == "LayerNorm" else min(32, channels)
+        if isinstance(module, torch_nn.BatchNorm1d):  # which may have no positions: a group of one value is always 0
+            most = min(most, max(1, channels // FEWEST_IN_GROUP))
+        groups = max(g for g in range(1, most + 1) if channels % g == 0)
         norm = torch_nn.GroupNorm(groups, channels, module.eps, module.affine, reference.device, reference.dtype)
         found[path] = torch_nn.Identity() if wanted == "Identity" else norm
         if behind := dict(module.named_children()):

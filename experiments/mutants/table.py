@@ -3155,16 +3155,9 @@ BY_MARKS = [
     Mutant(
         "operations that aren't known move nothing",
         MOVES,
-        "as a function of somebody's own\n        return True\n",
-        'as a function of somebody\'s own\n        return type(node).__module__ != "builtins"\n',
+        "op.ATTENTION.search(word):\n        return True\n",
+        "op.ATTENTION.search(word):\n        return False\n",
         (*PARTS, "every_batch"),
-    ),
-    Mutant(
-        "functions of somebody's own move nothing",
-        MOVES,
-        "as a function of somebody's own\n        return True\n",
-        'as a function of somebody\'s own\n        return type(node).__module__ == "builtins"\n',
-        ("tests/clipper/test_row_layouts.py", "-k", "by_values"),
     ),
     Mutant(
         "what is done to a part in place follows no example",
@@ -3176,8 +3169,8 @@ BY_MARKS = [
     Mutant(
         "the part itself is not looked at where it is changed in place",
         MOVES,
-        "        if below is not None\n    )\n\n\ndef _in_any",
-        "        if below is not None and slot\n    )\n\n\ndef _in_any",
+        "        if below is not None\n    )\n\n\ndef _keeps_apart",
+        "        if below is not None and slot\n    )\n\n\ndef _keeps_apart",
         (*PARTS, "operation_in_place"),
     ),
     Mutant(

@@ -22,6 +22,10 @@ def policy_for(model: nn.Module, clipping: Any) -> Any:
     Raises:
         ValueError, TypeError: it is no policy, or none for this model.
     """
+    if isinstance(clipping, type):
+        raise TypeError(
+            f"clipping is the class {clipping.__name__} itself; give an object of it, such as PerLayer(max_norm=1.0)"
+        )
     policy = as_policy(clipping)
     if isinstance(policy, Groupwise):
         policy.partition({name: p.numel() for name, p in model.named_parameters() if p.requires_grad})

@@ -282,7 +282,11 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         return spent if self._spending.private else math.inf
 
     def guarantee(self, delta: float | None = None, accountant: str = "pld") -> str:
-        """The guarantee in words: epsilon, delta, sampling, noise, its generator, neighbouring data; see `epsilon`."""
+        """The guarantee in words: epsilon, delta, sampling, noise, its generator, neighbouring data; see `epsilon`.
+
+        It is about the model as the last charged step left it: PrivacyError for another one, after `detach`, too.
+        """
+        self._steps.updates.check()
         found = accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
         found += self._terms.before.words()
         if not self.steps_taken:

@@ -153,7 +153,8 @@ def held_parameters(owned: Set[nn.Parameter], optimizer: Optimizer) -> dict[nn.P
                 raise PrivacyError(
                     f"the optimizer holds a parameter of shape {list(parameter.shape)} (group {number}) that the model "
                     "doesn't own, so its gradient would be neither clipped nor noisy; build the optimizer from "
-                    "model.parameters() once the model is complete, and give other parameters another optimizer"
+                    "model.parameters() once the model is complete; a loss function whose parameters are to be trained "
+                    "must be a submodule of the model"
                 )
             held[parameter] = None
     return held

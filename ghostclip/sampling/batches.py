@@ -23,6 +23,7 @@ from ghostclip.sampling.loading import (
     loaders_batch_size,
     say_sampler_is_replaced,
     size_of,
+    warn_of_repeated_rows,
 )
 from ghostclip.sampling.logical import BatchOwner, BatchState, LogicalBatch, Unowned
 from ghostclip.sampling.named import scheme_named
@@ -129,6 +130,8 @@ class LogicalBatches:
         self._epoch = self._taken = self._skip = 0
         if given is not None:
             say_sampler_is_replaced(given, self.scheme.words)
+        if self._users is None:
+            warn_of_repeated_rows(dataset)
 
     def _scheme(self, sampling: str, neighboring: str, max_batch_size: int | None, batch_size: int) -> Scheme:
         """The scheme for arguments that go together."""

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
     default_collate,
 )
@@ -22,7 +24,15 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ghostclip.errors import PrivacyError
 
-__all__ = ["check_sampling", "check_size", "loader_of", "loaders_batch_size", "say_sampler_is_replaced", "size_of"]
+__all__ = [
+    "check_sampling",
+    "check_size",
+    "loader_of",
+    "loaders_batch_size",
+    "say_sampler_is_replaced",
+    "size_of",
+    "warn_of_repeated_rows",
+]
 
 # What a DataLoader is told besides its dataset and its sampling.
 KEPT = (
@@ -111,6 +121,23 @@ def say_sampler_is_replaced(loader: DataLoader[Any], words: str) -> None:
         + ("; its drop_last has no effect: len(engine.batches()) is the steps of an epoch" if loader.drop_last else ""),
         stacklevel=4,
     )
+
+
+def warn_of_repeated_rows(dataset: Any) -> None:
+    """Warns where a data set has a row several times, each of which counts as an example of its own."""
+    if isinstance(dataset, Subset):
+        repeated = len(dataset.indices) - len(set(map(int, dataset.indices)))
+    elif isinstance(dataset, ConcatDataset):
+        repeated = len(dataset.datasets) - len(set(map(id, dataset.datasets)))
+    else:
+        return
+    if repeated:
+        warnings.warn(
+            f"the {type(dataset).__name__} has rows several times, and each time counts as an example of its own: a "
+            "person whose row comes k times may move each sum k times as far as epsilon says. Give every row once, or "
+            "unit_ids=[...] with the same number for all times that a row comes",
+            stacklevel=4,
+        )
 
 
 def loader_of(dataset: Any, given: DataLoader[Any] | None, chunks: Iterable[list[int]]) -> DataLoader[Any]:

@@ -80,6 +80,11 @@ def test_parameters_of_another_model(engine: PrivacyEngine, model: nn.Module) ->
     assert engine.steps_taken == 0
 
 
+def test_the_class_of_a_policy_is_no_policy(model: nn.Module) -> None:
+    with pytest.raises(TypeError, match=r"clipping is the class PerLayer itself; give an object"):
+        runs.engine_for(model, clipping=PerLayer)
+
+
 def with_lbfgs(model: nn.Module) -> None:
     runs.engine_for(model, torch.optim.LBFGS(model.parameters()))
 

@@ -130,8 +130,12 @@ def test_a_detached_engine_reports_what_it_spent() -> None:
     engine = steps(private())
     spent = engine.epsilon()
     engine.detach()
+    assert engine.guarantee().startswith("epsilon")
     nn.init.zeros_(engine.model[0].bias)
     assert engine.epsilon() == spent
+    for state in (engine.guarantee, engine.model_card):
+        with pytest.raises(PrivacyError, match="changed outside of this engine's charged steps"):
+            state()
 
 
 class Decaying(torch.optim.SGD):

@@ -120,3 +120,12 @@ def test_what_follows_a_replaced_batchnorm_stays():
     assert [type(module).__name__ for module in model[1]] == ["GroupNorm", "Identity", "ReLU"]
     assert model[1].act(torch.tensor(-1.0)) == 0
     assert ghostclip.check(model) == []
+
+
+@pytest.mark.parametrize("channels", [3, 16, 32, 64, 100])
+@pytest.mark.parametrize("new", ["GroupNorm", "LayerNorm"])
+def test_batchnorm_of_features_becomes_groups_of_many(channels, new):
+    """A group of one value would be 0 for every input."""
+    model = ghostclip.wrap(torch.nn.Sequential(torch.nn.BatchNorm1d(channels)), replace={"BatchNorm1d": new})
+    assert channels / model[0].num_groups >= min(channels, 16)
+    assert model(torch.randn(5, channels)).std(0).min() > 0.1

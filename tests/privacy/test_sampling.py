@@ -11,11 +11,13 @@ import torch
 from scipy import stats
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -164,6 +166,16 @@ def test_the_replacement_of_a_sampler_is_said_once_and_names_the_way() -> None:
         list(LogicalBatches(DataLoader(Squares(), 4, shuffle=True), sampling="without_replacement"))
     assert len(said) == 1
     assert "each user is in a batch" in scheme_named("poisson", 10, 2, unit="user").words
+
+
+@pytest.mark.parametrize(
+    "data", [Subset(Squares(), [0, 1, 1, *range(5, 20)]), ConcatDataset([SQUARES := Squares(), SQUARES])], ids=type
+)
+def test_rows_that_come_several_times_are_named(data: Any) -> None:
+    with pytest.warns(UserWarning, match=r"has rows several times.* unit_ids="):
+        LogicalBatches(data, batch_size=4)
+    LogicalBatches(data, batch_size=4, unit_ids=[*range(len(data))])
+    LogicalBatches(Subset(Squares(), range(20)), batch_size=4)
 
 
 def test_a_seed_repeats_the_batches_and_goes_on_over_epochs() -> None:
