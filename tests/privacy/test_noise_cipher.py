@@ -18,9 +18,9 @@ RARE = 1e-6
 def test_the_key_stream_is_aes_256_in_counter_mode() -> None:
     # The blocks of the counters 0 and 1 under the key of zeros, as in test cases 13 and 14 of GCM's specification.
     expected = bytes.fromhex("dc95c078a2408989ad48a21492842087530f8afbc74536b9a963b4f1c4cb738b")
-    assert KeyStream(bytes(32)).words(4).tobytes() == expected
+    assert KeyStream(bytes(32)).words64(4).tobytes() == expected
     stream = KeyStream(bytes(32))
-    assert stream.halves(3).tobytes() + stream.halves(5).tobytes() == expected
+    assert stream.words32(3).tobytes() + stream.words32(5).tobytes() == expected
 
 
 class Given(CipherGenerator):

@@ -131,7 +131,7 @@ def test_the_law_is_that_of_a_rounded_gaussian(target: float, std: float, dtype:
 
 def test_sixty_digits_alone_give_the_same_law(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing_is_certain(self: Ziggurat, layers: np.ndarray, shares: np.ndarray, stream: KeyStream) -> tuple:
-        return np.zeros(len(layers), bool), np.ones(len(layers), bool), stream.words(len(layers)) >> np.uint64(11)
+        return np.zeros(len(layers), bool), np.ones(len(layers), bool), stream.words64(len(layers)) >> np.uint64(11)
 
     monkeypatch.setattr(Ziggurat, "under", nothing_is_certain)
     monkeypatch.setattr("ghostclip.noise.hardened.library", lambda name, real: None)
@@ -149,7 +149,7 @@ def test_sixty_digits_alone_give_the_same_law(monkeypatch: pytest.MonkeyPatch) -
 def test_what_c_settles_no_further_digit_would_change(sums: list, std: float, divisor: float, key: bytes) -> None:
     if library("lattice") is None:
         pytest.skip("no C compiler here")
-    lattice, words = Lattice(std, divisor), KeyStream(key).halves(20 * len(sums))
+    lattice, words = Lattice(std, divisor), KeyStream(key).words32(20 * len(sums))
     totals = np.array(20 * sums, np.float32)
     out = np.empty_like(totals)
     left = lattice._look(totals, out, words)
@@ -168,7 +168,7 @@ def test_c_leaves_few_and_fills_every_size() -> None:
     if library("lattice") is None:
         pytest.skip("no C compiler here")
     lattice = Lattice(1.0, 1.0)
-    zeros, words = np.zeros(CHUNK, np.float32), KeyStream().halves(CHUNK)
+    zeros, words = np.zeros(CHUNK, np.float32), KeyStream().words32(CHUNK)
     assert len(lattice._look(zeros, np.empty_like(zeros), words)) < 0.01 * CHUNK
     for size in (0, 1, 7, 63, 64, 65, 129, CHUNK - 1, CHUNK + 1, 2 * CHUNK + 3):
         for dtype in (np.float32, np.float64):
@@ -215,7 +215,7 @@ class Fixed(KeyStream):
     def __init__(self, words: list[int]) -> None:
         self._given = np.array(words, np.uint64)
 
-    def words(self, count: int) -> np.ndarray:
+    def words64(self, count: int) -> np.ndarray:
         found, self._given = self._given[:count], self._given[count:]
         return found
 
