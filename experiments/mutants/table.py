@@ -2182,6 +2182,13 @@ OF_COMPANY = [
         ("tests/engine/test_fsdp_correlation.py", "-k", "interrupted"),
     ),
     Mutant(
+        "marks of float16 take rows below its precision",
+        "ghostclip/graph/marks.py",
+        "cls(4, power - 4,",
+        "cls(8, power - 8,",
+        ("tests/clipper/test_mixing_scales.py", "-k", "hides_no_order and rows_by_time and 11"),
+    ),
+    Mutant(
         "the backward of a function of somebody's own is not looked at",
         "ghostclip/graph/moves.py",
         "return rows is None or not _keeps_apart(node, rows, examples)",
