@@ -128,6 +128,8 @@ def _manifest(place: Path) -> dict[str, Any]:
         if digest != _digest(manifest) or manifest["format"] != FORMAT:
             raise ValueError
     except (FileNotFoundError, NotADirectoryError):
+        if place.is_file():
+            raise PrivacyError(f"{place} is a file; a checkpoint is the folder that engine.save(path) made") from None
         what = "its manifest is missing" if place.exists() else "it is missing"
         raise _Damaged(f"the checkpoint {place} is damaged: {what}") from None
     except (ValueError, TypeError, KeyError, RecursionError):

@@ -141,6 +141,9 @@ def _imported(path: str) -> nn.Module:
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise UsageError(f"expected module:factory, such as mypackage.networks:make; got {path!r}")
+    if "/" in module_name or module_name.endswith(".py"):
+        module = module_name.removeprefix("./").removesuffix(".py").replace("/", ".")
+        raise UsageError(f"{module_name} is a file; name its module, as import does: {module}:{attribute}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ghostclip.errors import GradientLeakError
+from ghostclip.errors import GradientLeakError, PrivacyError
 from ghostclip.sharding.plain import local_part
 
-__all__ = ["GradientGuard", "with_hook"]
+__all__ = ["GradientGuard", "refuse_hooks", "with_hook"]
 
 
 class GradientGuard:
@@ -84,3 +84,12 @@ def with_hook(parameters: Iterable[tuple[str, nn.Parameter]]) -> str | None:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return name
     return None
+
+
+def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises PrivacyError where a parameter has a hook, which might change its private gradient."""
+    if (name := with_hook(parameters)) is not None:
+        raise PrivacyError(
+            f"the parameter {name!r} has a hook, which would see no gradient: clipped sums aren't delivered to p.grad "
+            "before the noise is added; remove it (to train a part of the model, set requires_grad=False on the rest)"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
@@ -24,6 +25,8 @@ from ghostclip.noise import Noise
 from ghostclip.validate import one_of, positive
 
 __all__ = ["Runs", "Spending", "steps_of"]
+
+log = logging.getLogger("ghostclip")
 
 # {random name of a run: how often each event (of count 1) was charged by it}
 Runs = Mapping[str, Mapping[Event, int]]
@@ -84,6 +87,11 @@ class Spending:
         self.max_epsilon = None if max_epsilon is None else positive(max_epsilon=max_epsilon)
         if self.max_epsilon is not None and not self.private:
             raise ValueError(f"max_epsilon={max_epsilon!r} can't be kept without private noise: epsilon would be inf")
+        target = self._plan.target_epsilon
+        if self.max_epsilon is not None and target is not None and self.max_epsilon < target and self._ranks.leads:
+            log.warning(
+                "max_epsilon=%s is below target_epsilon=%s: training ends before its last step", max_epsilon, target
+            )
         self.ledger = ledger if isinstance(ledger, Ledger | None) else Ledger(ledger)
         self._account = None
         if self.ledger is not None:

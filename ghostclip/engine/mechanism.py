@@ -114,7 +114,8 @@ class Mechanism(Noise):
         history = None if self._history is None else self._history.state_dict()
         if history is not None and (shards := self._shards) is not None:
             pairs = zip(history["kept"], parameters, strict=False)  # none before the first step
-            history["kept"] = [torch.stack([shards.whole(each, p).cpu() for each in kept]) for kept, p in pairs]
+            whole = self._ranks.whole
+            history["kept"] = [torch.stack([whole(shards.shard_of(each, p)) for each in kept]) for kept, p in pairs]
         return {
             "name": self._terms.mechanism,
             "began": self._terms.began,

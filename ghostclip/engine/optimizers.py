@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from ghostclip.clipper.gradient_guard import refuse_hooks
 from ghostclip.engine.update_check import held_parameters
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
@@ -52,6 +53,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     held = held_parameters(set(model.parameters()), optimizer)
     if not any(parameter.requires_grad for parameter in held):
         raise ValueError("the optimizer holds no trainable parameter of the model, so there is nothing to train")
+    refuse_hooks((name, each) for name, each in model.named_parameters() if each.requires_grad)
 
 
 def with_closure(

@@ -286,11 +286,13 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
 
         It is about the model as the last charged step left it: PrivacyError for another one, after `detach`, too.
         """
-        self._steps.updates.check()
+        self._steps.updates.check()  # also after `detach`
         found = accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
         found += self._terms.before.words()
         if not self.steps_taken:
             return found
+        if not self._spending.private:
+            return f"{found} No noise was added, so nothing is promised."
         found += f" Its noise comes from {self._snapshots.noise.generator_for(self.model)}."
         return f"{found} Membership attacks: {accounting.risk_of(self.events)}."
 

@@ -34,6 +34,11 @@ __all__ = ["Release", "refuse_second_engine"]
 NO_STEP = """the logical batch before this one had no step, so nothing of it was charged or released. The loop is
 
     for batch in engine.batches():
+        engine.step(batch, loss_fn)
+
+or, where it computes losses itself,
+
+    for batch in engine.batches():
         for examples in batch.physical():    # none in an empty batch, which has its step all the same
             engine.backward(loss_fn(model, examples))
         optimizer.step()

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.clipper import GhostClipper
-from ghostclip.clipper.gradient_guard import GradientGuard, with_hook
+from ghostclip.clipper.gradient_guard import GradientGuard, refuse_hooks
 from ghostclip.clipper.second_pass import Add
-from ghostclip.errors import PrivacyError
 
 __all__ = ["ClippedSums"]
 
@@ -52,12 +51,7 @@ class ClippedSums:
             PrivacyError: a parameter has a hook.
         """
         self.check()
-        if (name := with_hook(self._passes.index.trained())) is not None:  # it may change its private gradient
-            raise PrivacyError(
-                f"the parameter {name!r} has a hook, which would see no gradient: clipped sums aren't delivered to "
-                "p.grad before the noise is added; remove it (to train a part of the model, set requires_grad=False on "
-                "the rest)"
-            )
+        refuse_hooks(self._passes.index.trained())
         self._released = []
         self._new.totals.clear()  # which an interruption may have left
         try:

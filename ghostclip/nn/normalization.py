@@ -36,11 +36,12 @@ UPDATES = "updates its running statistics (track_running_stats) from private dat
 UNTRACKED = "build it with track_running_stats=False, or call .eval() on it and keep it so"
 
 
-def instead_of_batchnorm(kind: str) -> str:
-    """The remedy for a batch normalization of that class."""
+def instead_of_batchnorm(kind: str, tracked: bool = True) -> str:
+    """The remedy for a batch normalization of that class; one that isn't ``tracked`` has no running statistics."""
+    of_eval = ", or keep it in eval mode" if tracked else " (it has no running statistics for eval mode)"
     return (
         f'replace it with ghostclip.wrap(model, replace={{"{kind}": "GroupNorm"}}), which normalizes each example by '
-        "itself, or keep it in eval mode"
+        f"itself{of_eval}"
     )
 
 
@@ -204,10 +205,8 @@ class _BatchNorm(_OverChannels):
 
     def forward(self, input: Tensor) -> Tensor:
         if self._uses_batch_statistics(self) and is_capturing():
-            raise UnsupportedModelError(
-                f"{place_of(self)} is in train mode, where it mixes the examples of a batch; "
-                f"{instead_of_batchnorm(self.wrapped.__name__)}"
-            )
+            problem, remedy = self.obstacles(self)[0]
+            raise UnsupportedModelError(f"{place_of(self)} {problem}; {remedy}")
         return self.capture(super().forward(input), input, batch_dim=0)
 
     @staticmethod
@@ -221,7 +220,7 @@ class _BatchNorm(_OverChannels):
     def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
         if not cls._uses_batch_statistics(module):
             return []
-        remedy = instead_of_batchnorm(cls.wrapped.__name__)
+        remedy = instead_of_batchnorm(cls.wrapped.__name__, module.running_mean is not None)
         return [("normalizes by the mean and variance of the batch, which mixes examples", remedy)]
 
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -126,7 +127,7 @@ def say_sampler_is_replaced(loader: DataLoader[Any], words: str) -> None:
 def warn_of_repeated_rows(dataset: Any) -> None:
     """Warns where a data set has a row several times, each of which counts as an example of its own."""
     if isinstance(dataset, Subset):
-        repeated = len(dataset.indices) - len(set(map(int, dataset.indices)))
+        repeated = len(dataset.indices) - len(np.unique(np.asarray(dataset.indices)))
     elif isinstance(dataset, ConcatDataset):
         repeated = len(dataset.datasets) - len(set(map(id, dataset.datasets)))
     else:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ghostclip.clipper.collector import Keep
 from ghostclip.clipper.second_pass import TwoPasses
-from ghostclip.errors import VerificationError
+from ghostclip.errors import UnsupportedModelError, VerificationError
 from ghostclip.norms.reduce import all_finite
 from ghostclip.norms.term import to_float32
 from ghostclip.sharding.plain import Sharding, local_part
@@ -41,6 +41,7 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
 
     Raises:
         VerificationError: something differs; the layers are named.
+        UnsupportedModelError: no loss depends on a trained parameter.
     """
     run = passes.measure(losses, Keep.CHOSEN, retain_graph=True)
     norms, trained = run.norms(), dict(passes.index.trained())
@@ -72,7 +73,19 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
     # What rounding may do in the narrowest type that took part.
     dtypes = {losses.dtype, *(p.dtype for p in trained.values()), *(call.dtype for call in run.calls)}
     _refuse(errors, max(TOLERANCE.get(dtype, TOLERANCE_OF_HALVES) for dtype in dtypes))
-    return [name for name in trained if name not in sizes]
+    return _unused(losses, trained)
+
+
+def _unused(losses: Tensor, trained: Mapping[str, nn.Parameter]) -> list[str]:
+    """Names of the parameters on which none of the losses depends; UnsupportedModelError where these are all."""
+    slopes = torch.autograd.grad(losses.sum(), [*trained.values()], retain_graph=True, allow_unused=True)
+    names = [name for name, slope in zip(trained, slopes, strict=True) if slope is None]
+    if len(names) == len(trained):
+        raise UnsupportedModelError(
+            "no loss of the first batch depends on a trainable parameter, so steps would be noise and nothing else; is "
+            "an output detached (.detach(), .data, torch.no_grad()), or computed without the trained layers?"
+        )
+    return names
 
 
 def _gradients(loss: Tensor, trained: Mapping[str, nn.Parameter], scale: float) -> dict[str, Tensor]:

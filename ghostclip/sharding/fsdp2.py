@@ -288,9 +288,8 @@ class FullySharded(Sharding):
             return value
         return distribute_tensor(value.to(like.device), self._mesh, like.placements, src_data_rank=None)
 
-    @torch.no_grad()
-    def whole(self, part: Tensor, like: Any) -> Tensor:
-        return self._as_shards([part], [like])[0].full_tensor()
+    def shard_of(self, part: Tensor, like: Any) -> Any:
+        return self._as_shards([part], [like])[0]
 
 
 class ShardedTotals(Totals):

@@ -108,8 +108,8 @@ class Sharding:
         """This rank's part of what was stored of the parameter ``like``, or of what an optimizer knows of it."""
         return value
 
-    def whole(self, part: Tensor, like: Tensor) -> Tensor:
-        """What ranks have parts of, as large as the parameter ``like``; they ask for it together."""
+    def shard_of(self, part: Tensor, like: Tensor) -> Tensor:
+        """What this rank has, ``part``, of something that is sharded as the parameter ``like`` is."""
         return part
 
 

@@ -166,6 +166,19 @@ def test_a_model_that_another_engine_trained(ledgers: str, caplog: pytest.LogCap
     ]
 
 
+def test_a_limit_below_the_target_is_said(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"noise_multiplier": None, "target_epsilon": 2.0, "steps": 4}
+    for limit in (1.0, 2.0):
+        runs.engine_for(model, max_epsilon=limit, **options)
+    said = "max_epsilon=1.0 is below target_epsilon=2.0: training ends before its last step"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [said]
+
+
+def test_a_guarantee_without_noise_says_so(model: nn.Module) -> None:
+    runs.train(engine := runs.engine_for(model, noise_multiplier=0.0), 1)
+    assert engine.guarantee().endswith(" No noise was added, so nothing is promised.")
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("options", [{}, {"second_pass": "cached"}, {"clipping": PerLayer(1.0)}])
 def test_a_hook_on_a_parameter_is_refused(model: nn.Module, register: str, options: dict[str, Any]) -> None:
@@ -173,6 +186,8 @@ def test_a_hook_on_a_parameter_is_refused(model: nn.Module, register: str, optio
     engine = runs.engine_for(model, max_physical_batch_size=3, **options)
     engine.step(next(runs.nonempty(engine)), runs.losses_of)
     handle = getattr(model[0].weight, register)(lambda *given: None)
+    with pytest.raises(PrivacyError, match=r"'0\.weight' has a hook"):
+        runs.engine_for(model, **options)
     with pytest.raises(PrivacyError, match=r"'0\.weight' has a hook"):
         engine.step(next(runs.nonempty(engine)), runs.losses_of)
     handle.remove()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ghostclip
-from ghostclip import PrivacyEngine, VerificationError
+from ghostclip import PrivacyEngine, UnsupportedModelError, VerificationError
 from ghostclip.clipper.random_states import random_states
 from ghostclip.clipper.trial import without_trace
 from ghostclip.clipping import Custom, PerLayer
@@ -278,6 +278,14 @@ def test_a_parameter_no_loss_depends_on_is_named_once(said: Callable[[], str]) -
     by_step(engine)
     assert "no loss of the first batch depends on spare.weight, spare.bias:" in said()
     assert "the optimizer" not in said().partition("Freeze")[0]
+
+
+def test_losses_that_depend_on_no_parameter_are_refused() -> None:
+    """Each step would be noise alone."""
+    engine = whole_batches(runs.network())
+    with pytest.raises(UnsupportedModelError, match="no loss of the first batch depends on a trainable parameter"):
+        by_step(engine, lambda model, batch: model(batch[0]).detach().requires_grad_().sum(1))
+    assert engine.steps_taken == 0
 
 
 def test_a_parameter_the_optimizer_does_not_hold_is_named(said: Callable[[], str]) -> None:

@@ -102,6 +102,7 @@ def test_calibrated_noise_keeps_the_target_as_printed(capsys):
         (["calibrate", "--epsilon", "1", *SAMPLING, "--batch-size", "6001"], "at most the number of examples, 6000"),
         (["check", "resnet"], "lstm, transformer, oriented, oriented-linear, or module:factory; got 'resnet'"),
         (["check", "nowhere:make"], "ModuleNotFoundError: No module named 'nowhere'"),
+        (["check", "./networks.py:make"], "./networks.py is a file; name its module, as import does: networks:make"),
         (["check", "networks:number"], "TypeError: 'int' object is not callable"),
         (["explain", "networks:bad"], "the model can't be clipped exactly as it is"),
         (["explain", "networks:good", "--input-shape", "7"], "does not take random inputs of shape [32, 7]"),

@@ -181,6 +181,11 @@ def test_a_torn_checkpoint_does_not_displace_a_whole_one(place: Path) -> None:
     assert (value_at(place), value_at(checkpoint.previous_of(place))) == (3.0, 1.0)
 
 
+def test_a_file_is_no_checkpoint(place: Path) -> None:
+    with pytest.raises(PrivacyError, match=r"model.safetensors is a file; a checkpoint is the folder"):
+        checkpoint.load(place / "model.safetensors")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_no_flipped_bit_goes_unseen(place: Path, name: str) -> None:
     whole = (place / name).read_bytes()
