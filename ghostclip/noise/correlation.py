@@ -76,7 +76,7 @@ class Correlation(ABC):
 
     def _error(self, steps: int) -> float:
         series, norms = self.series(steps), self.column_norms(steps)
-        inverse = scipy.signal.lfilter([1.0], series, np.eye(1, steps)[0])
+        inverse = scipy.signal.lfilter([1.0], np.trim_zeros(series, "b"), np.eye(1, steps)[0])
         # Columns of full norm come first; their prefix sums depend on distances alone.
         full = max(1, int(np.count_nonzero(norms == norms[0])))
         sums = norms[0] * np.cumsum(inverse)

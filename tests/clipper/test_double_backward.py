@@ -20,7 +20,7 @@ READING_NUMBERS = [row for row in CASES if any(not spec.below and spec.batch_dim
 
 @pytest.mark.parametrize("linear", [True, False], ids=["of the sum", "of other losses"])
 @pytest.mark.parametrize("case", READING_NUMBERS, ids=str)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_a_penalty_on_the_slope_is_exact_behind_every_layer(case, linear):
     """Where torch has second derivatives of the layer; where not, it is refused."""
     model = OnInputs(case.model(), case.batch_dims, case.output_dim, linear)
@@ -60,7 +60,7 @@ def in_the_loop(plain, loss, x):
 @pytest.mark.parametrize("second_pass", ["cached", "reweight"])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_losses_of_gradients_are_clipped_exactly_in_batches_of_several_sizes(name, loss, second_pass):
     plain, model, inputs = both(name)
     clipper = GhostClipper(model, 0.3, second_pass=second_pass)

@@ -43,7 +43,7 @@ def assert_exact(model, case, batch, **options):
 
 @every_case
 @pytest.mark.parametrize("sizes", [(), (0,), (0, 0), (4,), (1, 1, 1), (3, 3, 3, 3), (0, 2, 0), (40, 1)])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_every_shape_of_a_batch_is_exact(case, sizes):
     model, batch = case.build().double(), graphs(sizes)
     expected = gradients(model, batch)
@@ -174,7 +174,7 @@ def test_long_examples_are_measured_in_the_direct_form(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("sizes", [UNEQUAL, (5, 2, 3) * 30], ids=["6 examples", "90 examples"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_a_mistake_in_any_batch_is_refused(mistake, build, sizes):
     """Of up to 32 examples always; of more, one row that two examples share is overlooked once in 32 times."""
     model, passed = build(), 0

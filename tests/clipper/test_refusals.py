@@ -221,6 +221,9 @@ ROWS: dict[str, Row] = {
     "batchnorm in a model": (lambda: wrap(one(nn.BatchNorm1d(6))), "layer: BatchNorm1d", "which mixes", GROUPNORM),
     "own batchnorm": (lambda: wrap(one(OwnBatchNorm(6))), "layer: OwnBatchNorm", "mixes the examples",
                       "use GroupNorm in its place"),
+    "batchnorm without statistics": (
+        lambda: wrap(one(nn.BatchNorm1d(6, track_running_stats=False).eval())), "layer: BatchNorm1d",
+        "mean and variance of the batch", "it has no running statistics for eval mode"),
     "copies": (lambda: wrap(one(nn.DataParallel(nn.Linear(3, 3)))), "layer: DataParallel", "in threads", "its .module"),
     "lazy": (lambda: wrap(one(nn.LazyLinear(3))), "layer: LazyLinear", "has no sizes yet", "run one batch through"),
     "statistics": (lambda: wrap(one(tracking())), "layer: Identity", "private data", "set track_running_stats=False"),

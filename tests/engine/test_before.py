@@ -14,9 +14,11 @@ from ghostclip.events import Event, SampledGaussian
 from ghostclip.ledger import Ledger
 from ghostclip.noise.mean import PrivateMean
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 STEP = SampledGaussian(1 / 3, 2.0)
 MEAN = SampledGaussian(1.0, 8.0)
-TARGET = {"noise_multiplier": None, "target_epsilon": 3.0, "steps": 4, "target_delta": 1e-3}
+TARGET = {"noise_multiplier": None, "target_epsilon": 1.5, "steps": 4, "target_delta": 1e-3}
 
 
 @pytest.fixture
@@ -74,12 +76,12 @@ def test_two_engines_count_it_and_each_ledger_is_charged_once(path: Path) -> Non
 def test_the_noise_is_calibrated_for_all_releases() -> None:
     engine, plain = engine_for([released()], **TARGET), engine_for([], **TARGET)
     expected = accounting.noise_for(
-        lambda noise: [MEAN, SampledGaussian(1 / 3, noise, 4)], target_epsilon=3.0, delta=1e-3
+        lambda noise: [MEAN, SampledGaussian(1 / 3, noise, 4)], target_epsilon=1.5, delta=1e-3
     )
     assert engine.noise_multiplier == expected > plain.noise_multiplier
     runs.train(engine, 4)
-    assert engine.epsilon() <= 3.0
-    assert spent(*engine.events) == pytest.approx(3.0, rel=1e-3)
+    assert engine.epsilon() <= 1.5
+    assert spent(*engine.events) == pytest.approx(1.5, rel=1e-3)
     with pytest.raises(BudgetExceededError, match="all 4 planned steps"):
         runs.train(engine, 1)
 
@@ -118,7 +120,7 @@ def test_a_checkpoint_keeps_it(tmp_path: Path) -> None:
 def test_repeatable_noise_protects_nothing() -> None:
     seeded = released(noise="test", seed=1)
     assert engine_for([seeded]).epsilon() == math.inf
-    with pytest.raises(ValueError, match="leaves nothing of target_epsilon = 3"):
+    with pytest.raises(ValueError, match=r"leaves nothing of target_epsilon = 1\.5"):
         engine_for([seeded], **TARGET)
     # A whole rehearsal from seeds has the noise of the private training.
     rehearsed, real = engine_for([seeded], noise="test", seed=1, **TARGET), engine_for([released()], **TARGET)

@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 STEPS = 6
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 
 
 def engine_of(training: Training, **options) -> PrivacyEngine:
@@ -34,26 +35,26 @@ def train(engine: PrivacyEngine, loss_fn, steps: int = STEPS) -> None:
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_losses_that_see_other_examples_are_refused(name):
-    for seed in range(3):
-        torch.manual_seed(seed)
-        training = MIXING[name]()
-        engine = engine_of(training)
-        before = runs.weights(engine.model)
-        with pytest.raises(UnsupportedModelError, match="examples that mix"):
-            train(engine, training[2])
-        if not engine.steps_taken:  # nothing is left of a batch that was refused
-            assert torch.equal(runs.weights(engine.model), before)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_losses_that_see_other_examples_are_refused(name, seed):
+    torch.manual_seed(seed)
+    training = MIXING[name]()
+    engine = engine_of(training)
+    before = runs.weights(engine.model)
+    with pytest.raises(UnsupportedModelError, match="examples that mix"):
+        train(engine, training[2])
+    if not engine.steps_taken:  # nothing is left of a batch that was refused
+        assert torch.equal(runs.weights(engine.model), before)
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_losses_of_own_examples_train_on(name, monkeypatch):
+@pytest.mark.parametrize("seed", SEEDS)
+def test_losses_of_own_examples_train_on(name, seed, monkeypatch):
     monkeypatch.setattr(first_steps, "SELDOM", 1)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        training = HONEST[name]()
-        train(engine := engine_of(training), training[2], 10)
-        assert engine.steps_taken == 10
+    torch.manual_seed(seed)
+    training = HONEST[name]()
+    train(engine := engine_of(training), training[2], 10)
+    assert engine.steps_taken == 10
 
 
 def long_text_comes_late() -> list:

@@ -51,13 +51,14 @@ def build(name):
 
 
 @pytest.mark.parametrize("name", [name for name in ENCODERS if name not in SEE_PADDING])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(14)
 def test_a_classifier_with_a_mask_trains_on(name):
     runs.train(engine := engine_of(build(name)), 8, class_losses)
     assert engine.steps_taken == 8
 
 
 @pytest.mark.parametrize("name", sorted(SEE_PADDING))
+@pytest.mark.one_in(2)
 def test_a_classifier_that_sees_the_padding_is_refused(name):
     with pytest.raises(UnsupportedModelError, match="padding to the longest text"):
         runs.train(engine_of(build(name)), 8, class_losses)

@@ -22,7 +22,7 @@ from ghostclip.self_check import first_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:the DataLoader's SequentialSampler is replaced")
 
-RUNS, STEPS = 20, 6
+RUNS, STEPS = 8, 6
 
 
 def engine_of(model: nn.Module, data: Any, **options: Any) -> PrivacyEngine:
@@ -62,7 +62,7 @@ SETTINGS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", MIXING)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 def test_losses_that_mix_are_refused_within_six_steps(name: str, setting: str) -> None:
     make, options = SETTINGS[setting]
     caught = 0

@@ -51,7 +51,7 @@ POLICIES = {
 @pytest.mark.parametrize("physical", [None, 9])
 @pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 def test_training_is_the_same_as_eager(policy, second_pass, physical):
     """A few are enough where minutes count: writing a graph down takes most of a second."""
     options = {"clipping": POLICIES[policy], "second_pass": second_pass, "max_physical_batch_size": physical}

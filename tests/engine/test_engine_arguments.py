@@ -166,6 +166,7 @@ def test_a_model_that_another_engine_trained(ledgers: str, caplog: pytest.LogCap
     ]
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_a_limit_below_the_target_is_said(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     options = {"noise_multiplier": None, "target_epsilon": 2.0, "steps": 4}
     for limit in (1.0, 2.0):

@@ -13,6 +13,8 @@ from charged_steps import private, steps
 import ghostclip
 from ghostclip.engine import PrivacyEngine
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 hub = pytest.importorskip("huggingface_hub")
 
 

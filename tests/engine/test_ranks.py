@@ -95,7 +95,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_two_ranks_take_the_steps_of_one(name: str, tmp_path: Path) -> None:
     found = on_ranks(partial(trained, **OPTIONS[name]), tmp_path)
     one = trained(**{**OPTIONS[name], "wrapped": False})

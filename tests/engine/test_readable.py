@@ -53,7 +53,7 @@ def said(messages: list[str]) -> list[str]:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", SPOILT)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 def test_data_without_a_finite_example_are_named_once(caplog: Any, kind: str, policy: str, loop: str) -> None:
     engine = engine_for(EVERY, clipping=POLICIES[policy])
     for _ in range(2):

@@ -33,6 +33,8 @@ from tiny_trainers import (  # noqa: E402
 from ghostclip.integrations.huggingface import PrivacyArguments  # noqa: E402
 from ghostclip.integrations.huggingface_losses import losses_for  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 CASES = {
     "causal language model": (gpt2, text, 1),
     "masked language model": (lambda: bert("MaskedLM"), masked_text, 0),

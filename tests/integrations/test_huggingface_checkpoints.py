@@ -16,6 +16,8 @@ from ghostclip.events import SampledGaussian  # noqa: E402
 from ghostclip.integrations.huggingface import PrivacyArguments  # noqa: E402
 from ghostclip.ledger import Ledger  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 
 class Stop(transformers.TrainerCallback):
     """Ends the training after a step, as a crash would."""

@@ -21,7 +21,10 @@ from ghostclip.integrations.trl import PrivacyArguments, PrivateSFTTrainer, priv
 from ghostclip.integrations.trl_losses import OF_PAIRS
 
 # What transformers says of TRL's own arguments.
-pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.usefixtures("coarse_losses"),
+]
 
 ROWS, MAX_NORM, RATE = 8, 0.3, 0.5
 # All examples in one logical batch, in physical ones of three.

@@ -23,7 +23,7 @@ SEEDS, MANY = 40, 400
 
 @every_mixture
 @every_network
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_activations(mixture, network):
     assert_letters(between(mixture, network, MIXTURES[mixture]))
 
@@ -56,7 +56,7 @@ def test_programs(program):
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_random_graphs(seed):
     assert_letters(mixed_program(seed))
 
@@ -70,7 +70,7 @@ def test_many_random_graphs(start):
 
 @every_mixture
 @every_network
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(10)
 def test_mixing_that_comes_and_goes(mixture, network):
     """By another branch of the program, and so by another graph."""
 
@@ -83,7 +83,7 @@ def test_mixing_that_comes_and_goes(mixture, network):
 
 @every_mixture
 @every_network
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(10)
 def test_a_gate_that_opens(mixture, network):
     """The same graph: while the gate is zero, no gradient comes along the branch that mixes."""
 

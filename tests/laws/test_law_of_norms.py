@@ -28,7 +28,7 @@ SHARE = 6
 
 
 @pytest.mark.parametrize("program", [*COMPUTED, *OUTSIDE], ids=str)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_parameters_outside_of_layers(program):
     assert_exact(program, 0, torch.float64)
 
@@ -57,12 +57,12 @@ def test_many_random_graphs(start):
 
 
 @pytest.mark.parametrize("program", [*LAYERS[::SHARE], *MODELS, *DIFFICULT, *CASTS], ids=str)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_in_float32(program):
     assert_exact(program, 0, torch.float32)
 
 
 @pytest.mark.parametrize("program", [each for each in (*LAYERS[3::SHARE], *MODELS, *DIFFICULT) if each.narrow], ids=str)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_in_bfloat16(program):
     assert_within_rounding(program, 0, torch.bfloat16)

@@ -28,7 +28,7 @@ def assert_equal(found, expected):
 
 
 @every_case
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_the_oracle_sums_to_the_gradient_of_the_batch(case):
     model, inputs = case.model(), case.inputs()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -39,7 +39,7 @@ def test_the_oracle_sums_to_the_gradient_of_the_batch(case):
 
 
 @every_case
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_outputs_equal_torch_bit_for_bit_and_swapping_changes_neither_keys_nor_parameters(case):
     plain, model = case.model(dtype=torch.float32), case.model(dtype=torch.float32)
     parameters, keys = dict(model.named_parameters()), list(model.state_dict())
@@ -55,7 +55,7 @@ def test_outputs_equal_torch_bit_for_bit_and_swapping_changes_neither_keys_nor_p
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES_AND_DTYPES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_the_first_pass_equals_the_loop(case, dtype):
     _, clipper, losses = ready(case, dtype)
     norms = clipper.norms(losses, retain_graph=True)
@@ -77,7 +77,7 @@ def test_the_first_pass_equals_the_loop(case, dtype):
     [("reweight", "gram"), ("cached", "direct"),
      *(pytest.param(*both, marks=pytest.mark.slow) for both in (("reweight", "direct"), ("cached", "gram")))],
 )  # fmt: skip
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_clipped_sums_equal_the_loop_and_add_up(case, second_pass, norm_strategy):
     max_norm = typical_norm(truth(case))
     model, clipper, losses = ready(case, clipping=max_norm, second_pass=second_pass, norm_strategy=norm_strategy)
@@ -92,7 +92,7 @@ def test_clipped_sums_equal_the_loop_and_add_up(case, second_pass, norm_strategy
 
 @pytest.mark.parametrize(("case", "dtype"), [row for row in CASES_AND_DTYPES if torch.float32 in row.values])
 @pytest.mark.parametrize(("second_pass", "norm_strategy"), [("reweight", "gram"), ("cached", "direct")])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_clipped_sums_in_float32_equal_the_loop(case, dtype, second_pass, norm_strategy):
     max_norm = typical_norm(truth(case))
     options = {"clipping": max_norm, "second_pass": second_pass, "norm_strategy": norm_strategy}
@@ -104,7 +104,7 @@ def test_clipped_sums_in_float32_equal_the_loop(case, dtype, second_pass, norm_s
 
 
 @every_case
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 def test_batches_of_no_and_of_one_example(case):
     for batch, second_pass in product((0, 1), ("reweight", "cached")):
         expected = truth(case, batch)

@@ -73,7 +73,7 @@ def test_transformers_conv1d_has_a_rule():
 
 
 # One or two of a kind run in every suite; all of them are in docs/supported_models.md.
-QUICK = {"GPT-2", "CLIP, contrastive", "ViT", "GCN"}
+QUICK = {"CLIP, contrastive", "GCN"}
 MARKED = [
     pytest.param(subject, id=subject.name.replace(" ", "_"), marks=[] if subject.name in QUICK else [pytest.mark.slow])
     for subject in SUBJECTS

@@ -12,6 +12,8 @@ import ghostclip
 from ghostclip import accounting, datasets
 from ghostclip.events import SampledGaussian
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 
 def test_accuracy_at_equal_epsilon_is_tuned_tested_and_taken_up_again(tmp_path, monkeypatch):
     module = script("accuracy")

@@ -22,6 +22,8 @@ from ghostclip.cli.training import train as train_once
 from ghostclip.engine import micro_batching
 from ghostclip.events import SampledGaussian
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 PRIVATE = [method for method in METHODS if method != "nonprivate"]
 QUICK = ["--epochs", "1", "--no-compare"]
 

@@ -131,6 +131,7 @@ def test_a_page_has_the_tables_that_its_script_makes_of_the_results(name):
     assert all(f"\n\n{table}\n" in f"{page}\n" for table in tables)
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_correlated_noise_at_equal_epsilon(tmp_path, monkeypatch):
     """A small run, and the published page, which is that of its figures."""
     module = script("correlated_noise")

@@ -43,10 +43,11 @@ def test_dishonest_collates_change_losses(name, packing):
 
 
 @pytest.mark.parametrize("name", HONEST)
+@pytest.mark.one_in(2)
 def test_honest_collates_move_at_most_the_bound(name):
-    outcomes = [data_case(seed, only=name, self_check=False) for seed in range(4)]
+    outcomes = [data_case(seed, only=name, self_check=False) for seed in range(2)]
     if HONEST[name].honest is True:
-        assert [outcome.findings for outcome in outcomes] == [[]] * 4
+        assert [outcome.findings for outcome in outcomes] == [[]] * 2
     else:
         assert any("accepted" in what for outcome in outcomes for what in outcome.findings)  # of users
     assert max(outcome.worst_share for outcome in outcomes) > 0.5
@@ -54,5 +55,5 @@ def test_honest_collates_move_at_most_the_bound(name):
 
 @pytest.mark.parametrize("name", DISHONEST)
 def test_what_moves_more_is_found_without_the_self_check(name):
-    found = [what for seed in range(20) for what in data_case(seed, only=name, self_check=False).findings]
-    assert any("accepted" in what for what in found)
+    cases = (data_case(seed, only=name, self_check=False) for seed in range(20))
+    assert any("accepted" in what for case in cases for what in case.findings)

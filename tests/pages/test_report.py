@@ -19,6 +19,8 @@ from ghostclip.cli.summary import run_table
 from ghostclip.datasets import Data
 from ghostclip.report import NormSnapshot, PrivacyCurve, Record, ShownExample, TrainingRun, plots
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 EPSILONS, LOSSES = {"PLD": 7.99, "RDP": 8.75}, [2.3, math.nan, 1.25]
 PRIVATE = TrainingRun(
     "private, epsilon 8", "cached", 0.934, 2, 40, 3.25, 1234.5, 1.51, EPSILONS, LOSSES, "standard", "sgd", 0.4664, 512,

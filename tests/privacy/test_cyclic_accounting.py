@@ -37,9 +37,10 @@ def test_one_band_is_poisson_sampling_to_the_last_digit(accountant: str) -> None
 
 
 @pytest.mark.parametrize(("sampling", "bands"), [("cyclic_poisson", 8), ("cyclic", 1), ("cyclic", 80)])
+@pytest.mark.usefixtures("coarse_losses")
 def test_epsilon_noise_and_steps_are_inverse_to_each_other(sampling: str, bands: int) -> None:
     kind: dict[str, Any] = {"sampling": sampling, "bands": bands, "sample_rate": 0.02, "delta": 1e-5}
-    spent = [accounting.epsilon(**kind, noise_multiplier=noise, steps=100) for noise in (0.8, 1.5, 3.0, 6.0)]
+    spent = [accounting.epsilon(**kind, noise_multiplier=noise, steps=100) for noise in (2.0, 6.0)]
     assert spent == sorted(spent, reverse=True)
     noise = accounting.noise_multiplier(**kind, target_epsilon=2.0, steps=100)
     assert 1.999 < accounting.epsilon(**kind, noise_multiplier=noise, steps=100) <= 2.0

@@ -15,6 +15,8 @@ from ghostclip.noise import BandedToeplitz, noise_source
 from ghostclip.sampling import CyclicPoisson, LogicalBatches
 from ghostclip.sampling.cyclic import drawn_groups
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 # A false alarm once in a hundred thousand runs for each test.
 RARE = 1e-5
 BANDS = 3

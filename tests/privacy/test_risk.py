@@ -10,6 +10,7 @@ from scipy import stats
 
 from ghostclip import accounting
 from ghostclip.accounting import risk_of
+from ghostclip.accounting.losses import composed, grid_interval
 from ghostclip.events import RELATIONS, FixedSizeGaussian, SampledGaussian, TruncatedGaussian
 
 RATES = (0.0, 1e-4, 1e-3, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
@@ -60,11 +61,13 @@ def test_one_step_is_the_better_of_both_orders_of_the_neighbours(sigma: float, r
         lambda relation: TruncatedGaussian(0.05, 2.0, 40, relation, dataset_size=1000, max_batch_size=70),
     ],
 )
+@pytest.mark.usefixtures("coarse_losses")
 def test_bounds_follow_from_every_epsilon_of_the_same_distribution(relation: str, kind: Any) -> None:
     """TPR <= exp(eps) FPR + delta and 1 - FPR <= exp(eps) (1 - TPR) + delta; the bound is the least of all of these."""
     event = kind(relation)
     found = risk_of([event])
-    points = [(accounting.epsilon_of([event], delta=delta), delta) for delta in np.geomspace(1e-8, 0.2, 12)]
+    losses = composed([event], grid_interval([event]))
+    points = [(float(losses.get_epsilon_for_delta(delta)), delta) for delta in np.geomspace(1e-8, 0.2, 12)]
     for wrong in RATES[1:-1]:
         by_points = min(
             min(math.exp(eps) * wrong + delta, 1 - math.exp(-eps) * (1 - wrong - delta)) for eps, delta in points
@@ -84,6 +87,7 @@ def test_rates_rise_together_and_the_advantage_is_their_largest_difference() -> 
     assert found.advantage >= (right - wrong).max()
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_the_engine_has_the_bounds_of_what_it_charged() -> None:
     engine = steps(private(noise_multiplier=1.5), 3)
     found = engine.risk()
