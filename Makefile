@@ -27,7 +27,7 @@ $(DEMO): pyproject.toml constraints.txt
 demo: $(DEMO)  ## train a network privately on handwritten digits, three seeds, and a linear model beside it (a minute or two); report in reports/demo
 	$(BIN)/python -m ghostclip train --model oriented --data digits --seeds 3 --report reports/demo
 
-test: install  ## the test suite, in two processes (2 to 6 minutes on two cores)
+test: install  ## the test suite, in two processes (5 to 9 minutes on two cores)
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist worksteal
 
 test-all: install  ## the test suite with the long checks

@@ -73,7 +73,7 @@ def test_tied_embedding_and_head_in_each_of_which_positions_cancel(positions, wi
     """Then the cross term cancels by itself, too, where neither use is small beside the sum of both."""
 
     def batches():
-        for seed in range(4):
+        for seed in range(2):
             for left_over in (1e-6, 1e-5, 1e-4, 1e-3):
                 torch.manual_seed(seed)
                 words = torch.randint(50, (3, 1)).expand(-1, positions).contiguous()

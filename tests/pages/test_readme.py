@@ -22,7 +22,8 @@ from ghostclip.nn.base import LAYERS
 DOCS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))
 PAGES = ["README.md", *DOCS]
 # What `make test` leaves to `make test-all`: the pages that take longest, together four fifths of the time of all.
-SLOW = {"docs/accelerate.md", "docs/accounting.md", "docs/audit.md", "docs/composed_clipping.md",
+SLOW = {"docs/accelerate.md", "docs/accounting.md", "docs/audit.md", "docs/choosing_privately.md",
+        "docs/composed_clipping.md", "docs/index.md", "docs/private_mean.md",
         "docs/correlated_noise.md", "docs/finetuning.md", "docs/gpus.md",
         "docs/huggingface.md", "docs/large_batches.md", "docs/learning.md", "docs/lightning.md", "docs/monitoring.md",
         "docs/observation.md", "docs/per_layer_clipping.md", "docs/several_processes.md", "docs/training.md",

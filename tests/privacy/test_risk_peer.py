@@ -12,7 +12,13 @@ analysis = pytest.importorskip("riskcal.calibration.dpsgd")
 RATES = np.array([1e-3, 0.01, 0.1, 0.9])
 
 
-@pytest.mark.parametrize(("sigma", "rate", "steps"), [(2.0, 0.2, 50), (0.6, 0.1, 1), (1.0, 0.01, 100)])
+@pytest.mark.parametrize(
+    ("sigma", "rate", "steps"),
+    [
+        *(pytest.param(*setting, marks=pytest.mark.slow) for setting in ((2.0, 0.2, 50), (0.6, 0.1, 1))),
+        (1.0, 0.01, 100),
+    ],
+)
 def test_bounds_are_riskcal_s(sigma: float, rate: float, steps: int) -> None:
     """Their rates are from two roundings of the losses, one for each neighbour, ours from one: never below theirs."""
     setting: dict[str, Any] = {"noise_multiplier": sigma, "sample_rate": rate}
