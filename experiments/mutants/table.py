@@ -690,8 +690,8 @@ SEVERAL_RANKS = [
     Mutant(
         "every rank charges the ledger",
         SPENDING,
-        "        if self._ranks.size == 1:\n            self._charge(terms)\n",
-        "        if True:\n            self._charge(terms)\n",
+        "        self._shared(partial(self._charge, terms))\n",
+        "        self._charge(terms)\n",
         (*RANKS, "-k", "charges"),
     ),
     Mutant(
@@ -724,6 +724,55 @@ FUZZED = [
         "    found: Any = policy.weights(norms)\n",
         "    found: Any = policy.weights(norms if isinstance(norms, dict) else norms * 1.01)\n",
         ("tests/engine/test_weighing.py", "-k", "margin_for_rounding"),
+    ),
+    Mutant(
+        "weights of zero that others decide",
+        "ghostclip/clipping/weighing.py",
+        "TOLERANCE * torch.maximum(together.abs(), weights.abs())).any()",
+        "TOLERANCE * together.abs()).logical_and(together != 0).any()",
+        ("tests/engine/test_weighing.py", "-k", "follow_from_other"),
+    ),
+    Mutant(
+        "a piece whose sums were added comes again",
+        "ghostclip/engine/micro_batching.py",
+        "        if error is None or self.done:\n",
+        "        if error is None:\n",
+        ("tests/engine/test_out_of_memory.py", "-k", "after_sums"),
+    ),
+    Mutant(
+        "factors of a joint bound are rounded",
+        "ghostclip/clipping/groups.py",
+        "    factor = ((bound * margin(next(iter(found.values())).dtype)) / whole).clamp(max=1.0)\n",
+        "    factor = ((bound * margin(torch.float32)) / whole).clamp(max=1.0).float()\n",
+        ("tests/clipper/test_composed.py", "-k", "endless"),
+    ),
+    Mutant(
+        "others are trained within a logical batch",
+        SUMS,
+        "        if self._trained and self._trained != self._names():\n",
+        "        if False:\n",
+        (*TAKEN_TURNS, "-k", "what_is_trained"),
+    ),
+    Mutant(
+        "an engine that could not be built keeps its hooks",
+        "ghostclip/engine/privacy_engine.py",
+        "            release.detach()\n            self._spending.close()\n",
+        "            self._spending.close()\n",
+        ("tests/engine/test_engine_arguments.py", "-k", "could_not_be_built"),
+    ),
+    Mutant(
+        "a step that depends on no parameter is taken",
+        "ghostclip/self_check/agreement.py",
+        "    if len(names) == len(trained):\n",
+        "    if False:\n",
+        ("tests/engine/test_self_check.py", "-k", "depend_on_no_parameter"),
+    ),
+    Mutant(
+        "a fork goes on with the mechanism of its parent",
+        "ghostclip/engine/mechanism.py",
+        "        if any(self._ranks.gathered(self._is_broken())):\n",
+        "        if self._history is not None and any(self._ranks.gathered(self._is_broken())):\n",
+        ("tests/privacy/test_correlated_noise.py", "-k", "fork_begins"),
     ),
 ]
 
@@ -2428,8 +2477,8 @@ AROUND_THE_BATCH = [
     Mutant(
         "compiled steps of noise alone are not named",
         STEP,
-        "            self._bound(result)\n        self.release.saw(result)\n",
-        "            self._bound(result)\n",
+        "            self._bound(result)\n            piece.done = True\n        self.release.saw(result)\n",
+        "            self._bound(result)\n            piece.done = True\n",
         ("tests/engine/test_compiled_steps.py", "-k", "without_a_finite_example"),
     ),
     Mutant(
@@ -3534,7 +3583,7 @@ NOISE_OVER_STEPS = [
     Mutant(
         "interrupted noise goes on",
         MECHANISM,
-        " or not self._history.whole",
+        " or not (self._history is None or self._history.whole)",
         "",
         CORRELATED,
     ),

@@ -203,9 +203,8 @@ def joint_weights(
         got = sorted(given) if isinstance(given, Mapping) else type(given).__name__
         raise ValueError(f"function must return weights for the groups {sorted(norms)}; got {got}")
     found = {group: checked_weights(given[group], norm, f" for {group!r}") for group, norm in norms.items()}
-    # In float64: the products of large weights and norms must not overflow to inf, nor their squares.
+    # In float64: the products of large weights and norms must not overflow to inf, nor small factors to zero.
     parts = torch.stack([found[group].double() * norm.double() for group, norm in norms.items()])
     whole = torch.linalg.vector_norm(parts, dim=0).clamp_min(torch.finfo(torch.float64).tiny)
-    some = next(iter(found.values()))
-    factor = ((bound * margin(some.dtype)) / whole).clamp(max=1.0).to(some.dtype)
-    return {group: weights * factor for group, weights in found.items()}
+    factor = ((bound * margin(next(iter(found.values())).dtype)) / whole).clamp(max=1.0)
+    return {group: (weights.double() * factor).to(weights.dtype) for group, weights in found.items()}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ghostclip.clipping import Composed, Custom
 from ghostclip.clipping.choice import Clamped
 from ghostclip.clipping.groups import CustomGroups
@@ -43,7 +45,7 @@ def refuse_joint_weights(policy: Any, norms: Any) -> None:
         alone = policy.weights(given)
         for group, weights in (alone if isinstance(alone, dict) else {"": alone}).items():
             together = whole[group][part]
-            if ((together - weights).abs() > TOLERANCE * together.abs()).logical_and(together != 0).any():
+            if ((together - weights).abs() > TOLERANCE * torch.maximum(together.abs(), weights.abs())).any():
                 raise PrivacyError(
                     "the function of the Custom clipping policy (or a policy of your own) gives examples other weights "
                     "when other examples are beside them, so that one example moves the sum by more than the "

@@ -184,10 +184,7 @@ class Spending:
             BudgetExceededError: it is one too many.
             LedgerError: it can't be written to the ledger.
         """
-        if self._ranks.size == 1:
-            self._charge(terms)
-        else:
-            self._shared(partial(self._charge, terms))
+        self._shared(partial(self._charge, terms))
 
     def _charge(self, terms: Terms) -> None:
         if self._account is not None:
@@ -201,10 +198,7 @@ class Spending:
 
     def check(self, terms: Terms) -> None:
         """Raises BudgetExceededError when the next step would be one too many; to be called by all ranks."""
-        if self._ranks.size == 1:
-            self._check(terms)
-        else:
-            self._shared(partial(self._check, terms))
+        self._shared(partial(self._check, terms))
 
     def _check(self, terms: Terms) -> None:
         if self._account is None:

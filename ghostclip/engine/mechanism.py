@@ -66,13 +66,13 @@ class Mechanism(Noise):
 
     def charge(self, terms: Terms) -> None:
         """`Spending.charge`, under the mechanism's name; after an interruption or a fork under a new one."""
-        if self._history is not None and any(self._ranks.gathered(self._is_broken())):
+        if any(self._ranks.gathered(self._is_broken())):
             self.begin(self._terms.began + self._charged())
         self._spending.charge(replace(terms, event=within(terms.event, self._terms.mechanism)))
 
     def _is_broken(self) -> bool:
-        """Whether the next step's noise can't follow the last one's: it was interrupted, or belongs to a fork."""
-        return self._process != os.getpid() or not self._history.whole
+        """Whether the next step can't follow the last one: its noise was interrupted, or this process is a fork."""
+        return self._process != os.getpid() or not (self._history is None or self._history.whole)
 
     def _charged(self) -> int:
         """How many steps of this mechanism were charged."""

@@ -49,6 +49,7 @@ class Piece(AbstractContextManager[None]):
         again: whether this is the second try, after its rows had moved.
         out_of_memory: what torch said.
         rows_moved: whether its rows didn't lie as those of earlier batches, which another forward may show.
+        done: whether its clipped sums are about to be added, or were: it must not come again.
     """
 
     examples: Any
@@ -60,6 +61,7 @@ class Piece(AbstractContextManager[None]):
     again: bool = False
     out_of_memory: str | None = None
     rows_moved: bool = False
+    done: bool = False
 
     def part(self, start: int, stop: int, again: bool = False) -> Piece:
         """Of the units from ``start`` to before ``stop``."""
@@ -73,7 +75,7 @@ class Piece(AbstractContextManager[None]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *where: Any) -> bool:
         """Whether the piece comes again; where memory ran out for good, an error that says what to do."""
-        if error is None:
+        if error is None or self.done:
             return False
         if isinstance(error, RowsMovedError):
             self.rows_moved = not self.again
@@ -200,7 +202,8 @@ class MicroBatches:
             torch.cuda.empty_cache()
         log.warning(
             "memory ran out with %d examples in a physical batch (%s); from now on at most %d are processed at once, "
-            "with the same result. max_physical_batch_size=%d would save the attempt",
+            "with the same result. max_physical_batch_size=%d would save the attempt. The numbers are private: not for "
+            "release",
             tried, failure, self.most, self.most,
         )  # fmt: skip
 
@@ -236,7 +239,7 @@ def _largest_that_fits(trial: Callable[[int], None], memory: MemoryMeter, limit:
 
 
 def _clip_without_a_trace(clipper: GhostClipper, loss_fn: LossFunction, batch: Any, rows: int, add: Add) -> None:
-    """Forward and passes, as `LogicalStep.clip` has them; what is learnt of graphs is the caller's."""
+    """Forward and passes, as `LogicalStep._clip` has them; what is learnt of graphs is the caller's."""
     # Ranks make as many trials as each of them needs, so that none may wait for another in a forward.
     inner, passes = without_ranks(clipper.model), clipper.passes
     with without_trace(clipper.model), passes.running(forward_of(inner, loss_fn, batch, rows)):

@@ -165,7 +165,12 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         self._loader: LogicalBatches | None = loader
         self.model, self.optimizer, self.clipping, self.schedule = model, optimizer, clipper.clipping, schedule
         self.noise, self.sampling, self.neighboring = source.mode, sampling, neighboring
-        self._begin(source, seed)
+        try:
+            self._begin(source, seed)
+        except BaseException:  # lest the next engine find this one's hooks and ledger
+            release.detach()
+            self._spending.close()
+            raise
 
     def _begin(self, source: Noise, seed: int | None) -> None:
         """The parts are there: the rest of what users read, the start of all ranks, and warnings."""

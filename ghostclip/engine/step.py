@@ -98,6 +98,7 @@ class LogicalStep:
                 norms, weights = passes.clip(losses, add, retain_graph=retain_graph)
                 result = ClippingResult(norms, weights, passes.sensitivity, losses.detach())
                 self._bound(result)
+                piece.done = True
         except UnsupportedModelError as error:
             if piece.users is None or isinstance(error, RowsMovedError):
                 raise
@@ -125,6 +126,7 @@ class LogicalStep:
             for owner, total in sums:
                 add((owner, None), total)
             self._bound(result)
+            piece.done = True
         self.release.saw(result)
         return result
 

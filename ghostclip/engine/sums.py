@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipper.gradient_guard import GradientGuard, refuse_hooks
 from ghostclip.clipper.second_pass import Add
+from ghostclip.errors import PrivacyError
 
 __all__ = ["ClippedSums"]
 
@@ -37,6 +38,8 @@ class ClippedSums:
         self._totals = clipper.sharding.totals
         # Held until sums come in their place: freed by zero_grad, memory may go back to the system and come again.
         self._released: list[Tensor] = []
+        # Names of the parameters that the sums are of; none before the first sum.
+        self._trained: list[str] = []
         self._warned = False
 
     @contextmanager
@@ -48,10 +51,11 @@ class ClippedSums:
 
         Raises:
             GradientLeakError: a p.grad holds a gradient of someone else's.
-            PrivacyError: a parameter has a hook.
+            PrivacyError: a parameter has a hook, or others are trained than in the physical batch before.
         """
         self.check()
         refuse_hooks(self._passes.index.trained())
+        self._trained = self._trained or self._names()
         self._released = []
         self._new.totals.clear()  # which an interruption may have left
         try:
@@ -70,11 +74,20 @@ class ClippedSums:
     def check(self) -> None:
         """Raises GradientLeakError where someone else filled a p.grad before anything was gathered.
 
-        PrivacyError where sums of a sharded model can't be completed.
+        PrivacyError where sums of a sharded model can't be completed, or are of other parameters than are trained now.
         """
         if not self.count and not self._totals:
             self._guard.check(self._named)
         self._totals.check()
+        if self._trained and self._trained != self._names():
+            raise PrivacyError(
+                "other parameters are trained than when the first gradients of this logical batch were clipped; change "
+                "requires_grad between two batches of engine.batches()"
+            )
+
+    def _names(self) -> list[str]:
+        """Of the parameters that are trained now."""
+        return [name for name, _ in self._passes.index.trained()]
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """See `Totals.complete`."""
@@ -114,4 +127,5 @@ class ClippedSums:
         """Drops what was gathered; the p.grads stay as they are."""
         self._new.totals.clear()
         self._totals.clear()
+        self._trained = []
         self.count = 0

@@ -121,6 +121,16 @@ def test_a_joint_bound_has_its_least_noise_in_every_group() -> None:
     assert engine.clipping.sensitivity == 1.5
 
 
+@pytest.mark.parametrize("size", [1.0, 100.0, 3e6])
+def test_endless_weights_are_scaled_to_the_joint_bound(size):
+    norms = {group: size * torch.rand(8) for group in "ab"}
+    policy = c.Composed(thresholds=c.JointBound(lambda norms: {g: n / 0.0 for g, n in norms.items()}, 0.5))
+    weights = policy.weights(norms)
+    whole = torch.stack([weights[group].double() * norms[group].double() for group in norms]).norm(dim=0)
+    assert (whole <= 0.5).all()
+    assert (whole >= 0.5 * (1 - 1e-5)).all()
+
+
 def engine_of(policy, **options):
     model = network(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

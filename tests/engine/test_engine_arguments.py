@@ -175,6 +175,19 @@ def test_a_limit_below_the_target_is_said(model: nn.Module, caplog: pytest.LogCa
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [said]
 
 
+def test_an_engine_that_could_not_be_built_leaves_the_optimizer_alone(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Neither its hooks nor its ledger keep the next one from being built."""
+    optimizer = torch.optim.SGD(model.parameters())
+    options = {"batch_size": 8, "noise_multiplier": 1.0, "ledger": tmp_path / "run.ledger"}
+    with monkeypatch.context() as patched:
+        patched.setattr("ghostclip.engine.privacy_engine.keep_unsynchronised", lambda model: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            PrivacyEngine(model, optimizer, runs.data(), **options)
+    runs.train(PrivacyEngine(model, optimizer, runs.data(), **options), 1)
+
+
 def test_a_guarantee_without_noise_says_so(model: nn.Module) -> None:
     runs.train(engine := runs.engine_for(model, noise_multiplier=0.0), 1)
     assert engine.guarantee().endswith(" No noise was added, so nothing is promised.")

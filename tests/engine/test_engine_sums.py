@@ -184,9 +184,9 @@ def test_the_released_gradient_is_the_clipped_mean(dtype: torch.dtype) -> None:
 def test_sums_are_the_engine_s_alone_where_a_parameter_is_frozen_or_not_held() -> None:
     model = runs.network()
     engine = runs.engine_for(model, torch.optim.SGD(model[2].parameters(), lr=RATE), max_physical_batch_size=2)
+    model[2].weight.requires_grad_(False)
     runs.gather(engine, next(runs.nonempty(engine)))
     assigned(model)
-    model[2].weight.requires_grad_(False)
     before = [p.detach().clone() for p in model.parameters()]
     engine.optimizer.step()
     assert [p.grad is None for p in model.parameters()] == [True, True, True, False]

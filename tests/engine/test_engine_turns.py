@@ -15,7 +15,7 @@ from graphs import interpret
 from torch import Tensor
 
 from ghostclip import BudgetExceededError, PrivacyError
-from ghostclip.clipping import Adaptive
+from ghostclip.clipping import Adaptive, PerLayer
 from ghostclip.engine import PrivacyEngine
 from ghostclip.sampling import BatchState
 
@@ -253,6 +253,27 @@ class Wordless(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:
         plain_update(self)
+
+
+@pytest.mark.parametrize("frozen_first", [True, False])
+@pytest.mark.parametrize("after", [1, 3])
+def test_what_is_trained_stays_within_a_logical_batch(after: int, frozen_first: bool) -> None:
+    """Sums of one partition would get the noise of another one."""
+    engine = private(batch_size=24, max_physical_batch_size=8, clipping=PerLayer(1.0))
+    before, part = runs.weights(engine.model), engine.model[0].requires_grad_(not frozen_first)
+    batch = next(batch for batch in engine.batches() if len(batch.sizes) == 3)
+
+    def gather_and_step() -> None:
+        for number, examples in enumerate(batch.physical(), 1):
+            engine.backward(runs.losses_of(engine.model, examples))
+            if number == after:
+                part.requires_grad_(frozen_first)
+        engine.optimizer.step()
+
+    with pytest.raises(PrivacyError, match="other parameters are trained than when the first gradients"):
+        gather_and_step()
+    assert engine.steps_taken == 0
+    assert torch.equal(runs.weights(engine.model), before)
 
 
 def test_a_closure_that_is_not_called_is_a_step_with_nothing() -> None:

@@ -79,6 +79,22 @@ def test_a_divided_batch_is_counted_once_by_an_adaptive_norm() -> None:
     assert whole != NORM
 
 
+@pytest.mark.parametrize(("place", "name"), [("release", "saw"), ("_sums", "drop_gradients")])
+def test_memory_that_runs_out_after_sums_were_added_ends_the_batch(
+    place: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The piece doesn't come again: its examples would count twice, or those of earlier pieces not at all."""
+    engine = small_engine(max_physical_batch_size=None, batch_size=24)
+    engine._steps.micro_batches.most = 4
+    before = runs.weights(engine.model)
+    with monkeypatch.context() as patched:
+        patched.setattr(getattr(engine._steps, place), name, no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            runs.train(engine, 1)
+    assert engine.steps_taken == 0
+    assert torch.equal(runs.weights(engine.model), before)
+
+
 @pytest.mark.parametrize("fail", [no_memory, none_for_python, lambda: torch.empty(2**50)])
 def test_what_fits_is_remembered_and_logged(fail: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
     tried: list[int] = []

@@ -215,6 +215,15 @@ def test_what_a_killed_run_released_or_reserved_counts(block: int, tmp_path: Any
     assert after.epsilon(accountant="rdp") == turns(-(-reserved // 3) + 1)
 
 
+@pytest.mark.parametrize("correlation", [None, BandedToeplitz(bands=3)], ids=str)
+def test_a_fork_begins_a_new_mechanism(correlation: Correlation | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(correlation, "cyclic")
+    runs.train(engine, 2, nothing)
+    monkeypatch.setattr(engine._mechanism, "_process", -1)  # what the process that was forked finds
+    runs.train(engine, 2, nothing)
+    assert sorted(event.count for event in engine.events) == [2, 2]
+
+
 def test_interrupted_noise_begins_a_new_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(BandedToeplitz(bands=3), "cyclic_poisson")
     runs.train(engine, 2, nothing)
