@@ -2796,10 +2796,17 @@ BY_MARKS = [
         (*MOVED_ROWS, "follow_marks"),
     ),
     Mutant(
+        "a graph that is still there is not measured where norms follow marks",
+        "ghostclip/graph/layouts.py",
+        "            raise RowsMovedError(MOVED, graph_stays=graph_stays)\n",
+        "            raise RowsMovedError(MOVED)\n",
+        (*MOVED_ROWS, "follow_marks"),
+    ),
+    Mutant(
         "norms that follow marks are no matter",
         PASSES,
-        "self._layouts.check_norms(run.structure, found, len(losses), measured=run.marks is None, again=again)",
-        "pass",
+        "run.structure, found, len(losses), measured=run.marks is None, again=stays or self.forward is not None,",
+        "run.structure, found, len(losses), measured=True, again=stays or self.forward is not None,",
         (*MOVED_ROWS, "follow_marks"),
     ),
     Mutant(
@@ -2938,8 +2945,8 @@ BY_MARKS = [
     Mutant(
         "gradients of the plain backward don't reach boundaries",
         "ghostclip/graph/reader.py",
-        "[grad for _, grad in held]",
-        "[None for _ in held]",
+        "grads = [gradients.pop(boundary.edge, ((), None))[1] for",
+        "grads = [None for",
         ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(

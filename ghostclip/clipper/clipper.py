@@ -267,8 +267,9 @@ class GhostClipper(RefusesNames):
     def clip(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> ClippingResult:
         """Forward and `backward` in one call: adds the clipped sum of ``loss_fn(model, batch)`` to each ``p.grad``.
 
-        ``loss_fn`` is called once, with the whole batch; twice more, with some examples in the places of others, when
-        parameters are used outside of layers, or layers read no examples, in a kind of graph that is new.
+        ``loss_fn`` is called once, with the whole batch. Where parameters are used outside of layers, or layers read no
+        examples, batches in which ownership is measured take two to six calls more, with some examples in the places
+        of others.
 
         With ``compile=True`` forward and passes become one graph. It is traced on the third batch of a shape, compared
         with the eager passes on the next four, and used from then on if it gives the same sums faster;

@@ -33,6 +33,8 @@ def cut(batch: Any, examples: int, index: Sequence[int]) -> Any:
         return batch[list(index)] if batch.ndim and len(batch) == examples else batch
     if isinstance(batch, PackedSequence):
         parts = unpack_sequence(batch)
+        if len(parts) != examples:
+            return batch
         return pack_sequence([parts[place] for place in index], enforce_sorted=False)
     if isinstance(batch, Mapping):
         if len(batch) == examples > 1 and not any(_is_batched(entry, examples) for entry in batch.values()):
@@ -49,6 +51,8 @@ def cut(batch: Any, examples: int, index: Sequence[int]) -> Any:
         return found if type(batch) is list else type(batch)(found)
     if hasattr(batch, "from_data_list") and hasattr(batch, "to_data_list"):  # graphs of torch_geometric
         graphs = batch.to_data_list()
+        if len(graphs) != examples:
+            return batch
         return type(batch).from_data_list([graphs[place] for place in index])
     return _cut_object(batch, examples, index)
 

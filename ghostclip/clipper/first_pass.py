@@ -115,11 +115,11 @@ class FirstPasses:
         hooked = self.calls is not None and self.calls.hooked()
         # What isn't clipped isn't watched by marks, either.
         anew = (keep is not Keep.CHOSEN or self.measures_next) and not is_traced()
-        self.measures_next = False
         found = self._pass(losses, keep, exact, retain_graph, hooked, anew)
         if found is None:
             found = self._pass(losses, keep, exact, retain_graph, hooked, anew=True)
         assert found is not None
+        self.measures_next = False
         return found
 
     def _scaled(self, losses: Tensor) -> Tensor:

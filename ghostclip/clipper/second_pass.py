@@ -131,8 +131,11 @@ class TwoPasses(FirstPasses):
         # A sum is finite only where all that goes into it is.
         total = whole.sum() + losses.detach().sum().to(whole.dtype)
         first, *found = torch.cat([total.reshape(1), figures(whole, run.marks)]).tolist()
-        again = self.forward is not None
-        self._layouts.check_norms(run.structure, found, len(losses), measured=run.marks is None, again=again)
+        stays = run.holds_graph
+        self._layouts.check_norms(
+            run.structure, found, len(losses), measured=run.marks is None, again=stays or self.forward is not None,
+            graph_stays=stays,
+        )  # fmt: skip
         return None if math.isfinite(first) else _finite(norms, losses)
 
     def unclipped(self, losses: Tensor, groups: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[int, Tensor]]:

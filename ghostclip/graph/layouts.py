@@ -172,7 +172,9 @@ class Layouts:
         """
         return _chance.random() * WATCHED < 1 and (self._structure(key).largest_norm or 1.0) >= SMALL
 
-    def check_norms(self, key: int, found: Sequence[float], examples: int, *, measured: bool, again: bool) -> None:
+    def check_norms(
+        self, key: int, found: Sequence[float], examples: int, *, measured: bool, again: bool, graph_stays: bool = False
+    ) -> None:
         """Raises RowsMovedError where the norms of a batch that wasn't measured follow marks.
 
         Args:
@@ -181,6 +183,7 @@ class Layouts:
             examples: B.
             measured: whether the batch was.
             again: whether it can be tried again.
+            graph_stays: whether it can be over the same graph.
         """
         structure = self._structure(key)
         if measured:
@@ -188,7 +191,7 @@ class Layouts:
                 structure.largest_norm = max(found[0], structure.largest_norm)
         elif rings(found, examples, structure.largest_norm, again):
             self.measure_next(key)
-            raise RowsMovedError(MOVED)
+            raise RowsMovedError(MOVED, graph_stays=graph_stays)
 
     def _by_layout(self, known: _Layout, uses: Uses, losses: Tensor) -> RowLayout:
         """How a batch is laid out whose structure is known."""

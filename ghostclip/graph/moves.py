@@ -221,11 +221,11 @@ def _copies_in_place(node: Any, rows: Rows, examples: int) -> bool:
         rows: of the output.
         examples: B.
     """
-    output, size = node._input_metadata[0], _shape((node, 0))[rows.dim]
+    output, shape = node._input_metadata[0], _shape((node, 0))
     # While a graph is written down, nothing can be looked at.
-    if is_traced() or isinstance(rows.order, RowIndex) or size % examples or not output.dtype.is_floating_point:
+    if is_traced() or not output.dtype.is_floating_point or not _in_order(rows, shape, examples):
         return False
-    ones = torch.ones(_shape((node, 0)), dtype=output.dtype, device=output.device)
+    ones = torch.ones(shape, dtype=output.dtype, device=output.device)
     numbers = ones * _numbered(ones, rows, examples)
     with torch.no_grad():
         plain, marked = (found if isinstance(found, tuple) else (found,) for found in (node(ones), node(numbers)))
@@ -250,11 +250,10 @@ def _keeps_apart(node: Any, rows: Rows, examples: int) -> bool:
         examples: B.
     """
     shape, (output, *others) = _shape((node, 0)), node._input_metadata
-    size = shape[rows.dim]
-    if is_traced() or others or isinstance(rows.order, RowIndex) or size % examples or output.dtype not in EXACT:
+    if is_traced() or others or output.dtype not in EXACT or not _in_order(rows, shape, examples):
         return False
     exponents = torch.tensor([_chance.randint(-EXPONENTS, EXPONENTS) for _ in range(examples)], device=output.device)
-    marks = torch.exp2(exponents.to(output.dtype))[rows.owners(size, examples, output.device)]
+    marks = torch.exp2(exponents.to(output.dtype))[rows.owners(shape[rows.dim], examples, output.device)]
     marks = marks.view([-1 if dim == rows.dim else 1 for dim in range(len(shape))])
     numbers = torch.arange(shape[-1], device=output.device).cos().to(output.dtype).expand(shape).contiguous()
     try:
@@ -267,6 +266,11 @@ def _keeps_apart(node: Any, rows: Rows, examples: int) -> bool:
             )
     except Exception:  # of any kind, of the user's code: the batch is measured
         return False
+
+
+def _in_order(rows: Rows, shape: torch.Size, examples: int) -> bool:
+    """Whether a tensor of that shape has equally many rows of each example, in one of the known orders."""
+    return not isinstance(rows.order, RowIndex) and rows.dim < len(shape) and shape[rows.dim] % examples == 0
 
 
 def _in_any_dimension(tensor: Tensor, examples: int) -> Iterable[Rows]:

@@ -78,7 +78,8 @@ def check_shared(
         forward: finds what runs it again; None where nothing can.
 
     Returns:
-        Whether that was shown, or nothing had to be: what is computed from parameters alone depends on no example.
+        Whether that was shown, or nothing had to be: what is computed from parameters alone depends on no example. Also
+        where nothing runs the forward again and no operation saved a tensor: what was added to parameters isn't seen.
         False where both forwards gave the same, as in a batch whose examples are alike.
     """
     found = computed(uses, region)

@@ -241,11 +241,11 @@ def backward_to_layers(
     seed = torch.ones_like(losses) if seed is None else seed
     if calls and isinstance(calls[-1], FallbackCall):
         return _backward_with_region(losses, calls, sink, seed, retain_graph, wanted, edges)
-    for call in calls:
-        call.sink = sink
     below = [PROBE] if wanted is None else list(_edges_below(losses, wanted))
     ends = (*below, *(edge if isinstance(edge, Tensor) else GradientEdge(*edge) for edge in edges))
     try:
+        for call in calls:
+            call.sink = sink
         # What torch.autograd.grad does, without its checks of what is right here.
         found = run_backward((losses,), (seed,), retain_graph, False, ends, True, accumulate_grad=False)
         return list(found[len(below) :])
@@ -265,8 +265,9 @@ def _backward_with_region(
     if sink is not NOTHING:
         own = [boundary.edge for boundary in region.boundaries]
         found = backward_to_layers(losses, layers, sink, seed, retain_graph=True, edges=[*own, *edges])
-        region.hand_over(found[: len(own)], losses, sink, wanted)
+        grads = found[: len(own)]
         del found[: len(own)]
+        region.hand_over(grads, losses, sink, wanted)
     if not retain_graph:
         leaves = list(region.leaves.values())
         with without_hooks(leaves):
@@ -288,8 +289,8 @@ def from_gradients(losses: Tensor, calls: Sequence[LayerCall], sink: Any, gradie
             sink(subject, *gradients.pop(subject))
     if calls and isinstance(calls[-1], FallbackCall):
         region = calls[-1].region
-        held = [gradients.pop(boundary.edge, ((), None)) for boundary in region.boundaries]
-        region.hand_over([grad for _, grad in held], losses, sink, None)
+        grads = [gradients.pop(boundary.edge, ((), None))[1] for boundary in region.boundaries]
+        region.hand_over(grads, losses, sink, None)
     gradients.clear()
 
 

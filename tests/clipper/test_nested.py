@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine, UnsupportedModelError
-from ghostclip.clipper.cutting import leaves_of, take_rows
+from ghostclip.clipper.cutting import cut, leaves_of, take_rows
 from ghostclip.engine.micro_batching import rows_of
 from ghostclip.errors import is_out_of_memory
 
@@ -192,3 +193,9 @@ def test_only_dense_tensors_are_leaves(layout: str) -> None:
     found = leaves_of([dense])
     assert found is not None
     assert found[2] == 4
+
+
+def test_packed_sequences_of_other_numbers_of_parts_are_no_examples():
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    assert cut(packed, 3, [0, 2]) is packed
+    assert cut(packed, 2, [1]).batch_sizes.tolist() == [1, 1]

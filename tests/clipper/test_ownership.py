@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+import ghostclip
 from ghostclip.graph import alarm
 from ghostclip.graph.marks import MarkScheme, compared, numbers
 from ghostclip.graph.owners import Owned, Rows, owners
@@ -220,3 +221,25 @@ def test_rows_in_no_order_that_fit_loosely_are_never_taken_for_one_examples(loos
     edge = (torch.zeros(2, 6, 4).requires_grad_().mul(2).grad_fn, 0)
     found = Owned(Rows(1, RowIndex(torch.zeros(6, dtype=torch.int64), 2)), examples=1, loose=loose)
     assert may_be_shared(edge, found, Doubt.NOTHING) == shared
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_a_function_of_single_numbers_is_measured():
+    """Numbers have no dimension along which anybody could look."""
+    layer = ghostclip.wrap(torch.nn.Linear(4, 1)).double()
+    clipper = ghostclip.GhostClipper(layer, 1.0)
+    for size in (6, 6, 5):
+        inputs = torch.randn(size, 4, dtype=torch.float64)
+        outputs = layer(inputs)
+        norms = clipper.norms(torch.stack([Doubled.apply(outputs[row, 0]) for row in range(size)]))
+        torch.testing.assert_close(norms, 2 * (inputs.square().sum(1) + 1).sqrt())
+        clipper.backward(torch.stack([Doubled.apply(number) for number in layer(inputs)[:, 0]]))

@@ -144,9 +144,9 @@ def _in_memory(tensor: Tensor) -> Tensor:
 def _replaced(wrong: Sequence[Tensor], value: float) -> Iterator[None]:
     """Inside, the numbers of these tensors that are not finite are another one."""
     before = [tensor.clone() for tensor in wrong]
-    for tensor in wrong:
-        tensor.masked_fill_(~tensor.isfinite(), value)
     try:
+        for tensor in wrong:
+            tensor.masked_fill_(~tensor.isfinite(), value)
         yield
     finally:
         for tensor, own in zip(wrong, before, strict=True):

@@ -106,6 +106,7 @@ class SharedSubgraph:
         for boundary, grad in zip(self.boundaries, grads, strict=True):
             if self.watch is not None and grad is not None:
                 self.watch(boundary.edge, grad)
+        grad = None  # the list alone holds gradients, and is emptied
         if wanted is not None and not any(use in wanted for use in self.uses):
             return
         with full_precision(losses.device), without_hooks(list(self._parameters.values())):
