@@ -317,8 +317,8 @@ ENGINE = [
     Mutant(
         "sigma without C",
         RELEASE,
-        "std, batch_size = self.terms.noise_multiplier * self.sensitivity, self.terms.batch_size\n",
-        "std, batch_size = self.terms.noise_multiplier, self.terms.batch_size\n",
+        "std, batch_size = self.settings.noise_multiplier * self.sensitivity, self.settings.batch_size\n",
+        "std, batch_size = self.settings.noise_multiplier, self.settings.batch_size\n",
         PITFALLS,
     ),
     Mutant(
@@ -340,7 +340,7 @@ ENGINE = [
         RELEASE,
         "            batch.state = BatchState.CHARGED\n",
         "            size = max(1, sum(batch.sizes))\n"
-        "            self.terms = __import__('dataclasses').replace(self.terms, batch_size=size)\n"
+        "            self.settings = __import__('dataclasses').replace(self.settings, batch_size=size)\n"
         "            batch.state = BatchState.CHARGED\n",
         ("tests/privacy/test_engine_sampling.py", "-k", "public_size"),
     ),
@@ -382,10 +382,10 @@ ENGINE = [
     Mutant(
         "charged after the release",
         RELEASE,
-        "            self.charge(self.terms)\n            batch.state = BatchState.CHARGED\n",
+        "            self.charge(self.settings)\n            batch.state = BatchState.CHARGED\n",
         "            self.sums.put_in_place(found := [p for p in held if p.requires_grad], "
         "self._private(found, self.sums.complete(found)))\n"
-        "            self.charge(self.terms)\n            batch.state = BatchState.CHARGED\n",
+        "            self.charge(self.settings)\n            batch.state = BatchState.CHARGED\n",
         (
             "tests/engine/test_faults.py",
             "tests/privacy/test_engine_ledger.py",
@@ -494,14 +494,14 @@ ENGINE = [
     ),
     Mutant(
         "a stage's noise factor is not charged",
-        "ghostclip/engine/terms.py",
+        "ghostclip/engine/step_plan.py",
         "step_event(scheme, self._policy, factor * noise_multiplier), self.mechanism",
         "step_event(scheme, self._policy, noise_multiplier), self.mechanism",
         ("tests/engine/test_schedule.py",),
     ),
     Mutant(
         "batches of all stages are drawn at the first one's rate",
-        "ghostclip/engine/terms.py",
+        "ghostclip/engine/step_plan.py",
         "        return self._schemes[self._schedule.at(step)[0]]\n",
         "        return self._schemes[0]\n",
         ("tests/engine/test_schedule.py",),
@@ -568,8 +568,8 @@ ACCOUNTING = [
     Mutant(
         "step lost from the count",
         SPENDING,
-        "        self._own[terms.event] += 1\n",
-        "        self._own[terms.event] += self.steps % 2 == 0\n",
+        "        self._own[settings.event] += 1\n",
+        "        self._own[settings.event] += self.steps % 2 == 0\n",
         ("tests/privacy/test_checkpoint_spending.py", "-k", "older"),
     ),
     Mutant(
@@ -690,8 +690,8 @@ SEVERAL_RANKS = [
     Mutant(
         "every rank charges the ledger",
         SPENDING,
-        "        self._shared(partial(self._charge, terms))\n",
-        "        self._charge(terms)\n",
+        "        self._shared(partial(self._charge, settings))\n",
+        "        self._charge(settings)\n",
         (*RANKS, "-k", "charges"),
     ),
     Mutant(
@@ -1224,7 +1224,7 @@ COMPILED = [
     Mutant(
         "a graph does not look whether gradients came where there were zeros",
         "ghostclip/compiled/trace_friendly.py",
-        "    if run.spoke is not None:\n",
+        "    if run.found_nonzero is not None:\n",
         "    if False:\n",
         BRANCHES,
     ),
@@ -1423,8 +1423,8 @@ MISUSE = [
     Mutant(
         "a discarded batch is not charged",
         STEP,
-        "                self.release.start(discarded=True)\n                self.release.charge(self.release.terms)\n",
-        "                self.release.start(discarded=True)\n",
+        "                self.release.charge(self.release.settings)\n",
+        "",
         (*TAKEN_TURNS, "-k", "discard"),
     ),
     Mutant(
@@ -2135,8 +2135,8 @@ OF_COMPANY = [
     Mutant(
         "a batch larger than all before isn't compared",
         COMPARISON,
-        "        due = self._is_due(logical) or larger\n",
-        "        due = self._is_due(logical)\n",
+        "        due = self._take_turn(logical) or larger\n",
+        "        due = self._take_turn(logical)\n",
         (*COLLATED, "-k", "one_long_text"),
     ),
     Mutant(
@@ -3176,7 +3176,7 @@ BY_MARKS = [
     Mutant(
         "a layer may be given what all examples share",
         MEASURING,
-        "                    raise given_shared(region.given[0], batch.names)\n",
+        "                    raise shared_input_error(region.given[0], batch.names)\n",
         "                    pass\n",
         (*TRAPPED, "given_what"),
     ),
@@ -3470,7 +3470,7 @@ CHOSEN_PRIVATELY = [
     ),
     Mutant(
         "the noise is calibrated without the release before",
-        "ghostclip/engine/terms.py",
+        "ghostclip/engine/step_plan.py",
         "[*self.before.planned, *self._events(noise)]",
         "self._events(noise)",
         BEFORE,

@@ -19,7 +19,7 @@ from ghostclip.clipper import GhostClipper
 from ghostclip.compiled.trial import TRIALS
 from ghostclip.engine.release import Release
 from ghostclip.engine.step import LogicalStep
-from ghostclip.engine.terms import Terms
+from ghostclip.engine.step_plan import StepSettings
 from ghostclip.events import SampledGaussian
 from ghostclip.noise import noise_source
 from ghostclip.sampling.logical import LogicalBatch, Unowned
@@ -99,7 +99,7 @@ def _compiled_steps(model: nn.Module, losses: Losses, max_norm: float) -> Prepar
     def take(name: str, optimizer: Optimizer, noise_multiplier: float, batch: tuple[Tensor, Tensor]) -> None:
         size, untried = len(batch[1]), name not in made
         if untried:
-            terms = Terms(noise_multiplier, size, SampledGaussian(1.0, noise_multiplier))
+            terms = StepSettings(noise_multiplier, size, SampledGaussian(1.0, noise_multiplier))
             release = Release(clipper, optimizer, noise_source(), noise_multiplier, lambda _: terms, lambda _: None)
             made[name] = LogicalStep(release, self_check=False)
             made[name].compile(largest=size)

@@ -118,7 +118,7 @@ def norm_dtype(trained: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype:
 
 
 class NormCollector(TermReceiver):
-    """Measures a parameter's gradients as soon as that of its last use has come; knows the norms when all came.
+    """Finds norms of a parameter's per-example gradients once the gradient of its last use has come; all, after a pass.
 
     Args:
         losses: [B].
@@ -139,7 +139,7 @@ class NormCollector(TermReceiver):
         kept: terms by the parts that they are of: what clipped sums are formed from without a second backward.
         choices: what the planner chose, by the id of the parameter.
         structure: of the graph.
-        spoke: of a pass that is traced, whether a gradient came where there were zeros before, bool []; else None.
+        found_nonzero: of a traced pass, whether a gradient came where there were zeros before, bool []; else None.
         holds_graph: whether the graph is still there, though it may not have been asked for.
         random_states: before the pass, where it computes checkpointed blocks again; else None.
     """
@@ -163,7 +163,7 @@ class NormCollector(TermReceiver):
         self.choices: dict[int, StrategyChoice] = {}
         self.structure = 0
         self.marks: Tensor | None = None
-        self.spoke: Tensor | None = None
+        self.found_nonzero: Tensor | None = None
         self.seen: dict[Any, Any] | None = None
         self.holds_graph = True
         self.random_states: tuple[Any, ...] | None = None

@@ -181,10 +181,10 @@ class FirstPasses:
         else:
             edges = () if check is None else check.edges
             grads = backward_to_layers(losses, layout.calls, sink, collector.marks, retain_graph=stays, edges=edges)
-            spoke = None if check is None else check.spoke(grads)
+            found_nonzero = None if check is None else check.found_nonzero(grads)
             if is_traced():
-                collector.spoke = spoke
-            elif spoke is not None and bool(spoke):
+                collector.found_nonzero = found_nonzero
+            elif found_nonzero is not None and bool(found_nonzero):
                 return False
         if not holds and (held is not None or stays):
             free_graph(losses, layout.calls)

@@ -1,4 +1,4 @@
-"""p.grad: a guard, by which whatever stands there was put there by clipping; and who waits for a gradient."""
+"""Checks that p.grads hold clipped sums only, and finds parameters with gradient hooks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class GradientGuard:
 
 
 def with_hook(parameters: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """The name of a parameter for whose gradient someone waits, or counts how often one comes; None for nobody."""
+    """The name of the first parameter with a gradient hook; None where there is none."""
     for name, parameter in parameters:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return name

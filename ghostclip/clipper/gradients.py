@@ -31,7 +31,7 @@ def add_to_gradients(passes: TwoPasses, clip: Callable[[Add], T], *, sharded: bo
     """
     sums = passes.new_sums()
     try:
-        result = clip(sums.add)  # of which nothing stays where it fails
+        result = clip(sums.add)  # sums of its own, so that a call that fails leaves p.grads as they are
     except RowsMovedError as error:
         if not error.graph_stays:
             raise

@@ -45,7 +45,7 @@ class Groupwise(ABC):
 
 
 class Thresholds(Groupwise):
-    """A policy whose groups don't wait for each other: ``v_i = min(1, c_k / ||g_i,k||)`` in group k.
+    """Clips each group by its own norm: example i's gradient in group k is weighed by ``min(1, c_k / ||g_i,k||)``.
 
     Either ``thresholds`` are the c_k, or each of the groups has an equal share of ``max_norm``.
     """

@@ -75,6 +75,6 @@ def trace_friendly(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Ten
             amount[slice(*rows)] = part
         totals[owner] = totals[owner] + amount if owner in totals else amount
     fine = (whole + losses.detach()).sum()
-    if run.spoke is not None:
-        fine = fine.masked_fill(run.spoke, torch.nan)
+    if run.found_nonzero is not None:
+        fine = fine.masked_fill(run.found_nonzero, torch.nan)
     return fine, Clipped(losses, norms, weights, [totals.get(id(parameter)) for _, parameter in trained])

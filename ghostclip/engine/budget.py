@@ -17,7 +17,7 @@ from torch import nn
 from ghostclip import accounting
 from ghostclip.engine.before import is_of_a_step
 from ghostclip.engine.distributed import Ranks
-from ghostclip.engine.terms import MOST, StepTerms, Terms
+from ghostclip.engine.step_plan import MOST, StepPlan, StepSettings
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.events import Event, mechanism_of, merged, within
 from ghostclip.ledger import Ledger
@@ -60,7 +60,7 @@ class Spending:
     def __init__(
         self,
         ranks: Ranks,
-        plan: StepTerms,
+        plan: StepPlan,
         max_epsilon: float | None,
         ledger: str | os.PathLike[str] | Ledger | None,
         noise: Noise,
@@ -99,7 +99,7 @@ class Spending:
         self._start_run()
         before = self._plan.before
         try:
-            self._check_alike([*self.events, *before.events.values()])
+            self._refuse_other_relations([*self.events, *before.events.values()])
             before.charge(self.ledger)
         except PrivacyError:
             self.close()
@@ -125,7 +125,7 @@ class Spending:
 
         self._told = self._ranks.led(told)
 
-    def _check_alike(self, events: list[Event]) -> None:
+    def _refuse_other_relations(self, events: list[Event]) -> None:
         """Raises PrivacyError when what was spent doesn't add up with the steps to come."""
         mine = self._first.relation, self._first.unit
         for other in events:
@@ -172,39 +172,39 @@ class Spending:
         self._shared(partial(self._add, runs))
 
     def _add(self, runs: Runs) -> None:
-        self._check_alike([event for spent in runs.values() for event in spent])
+        self._refuse_other_relations([event for spent in runs.values() for event in spent])
         self._added += 1
         for run, spent in runs.items():
             self._runs[run] |= Counter(spent)
 
-    def charge(self, terms: Terms) -> None:
-        """Charges one step, of these terms; to be called before it is released, by all ranks.
+    def charge(self, settings: StepSettings) -> None:
+        """Charges one step, of these settings; to be called before it is released, by all ranks.
 
         Raises:
             BudgetExceededError: it is one too many.
             LedgerError: it can't be written to the ledger.
         """
-        self._shared(partial(self._charge, terms))
+        self._shared(partial(self._charge, settings))
 
-    def _charge(self, terms: Terms) -> None:
+    def _charge(self, settings: StepSettings) -> None:
         if self._account is not None:
-            self._account.charge(terms.event, partial(self._most, terms))
+            self._account.charge(settings.event, partial(self._most, settings))
         else:
             if self._process != os.getpid():
                 # After a fork parent and child go on under the same name otherwise.
                 self._start_run()
-            self._most(terms, 0, {})
-        self._own[terms.event] += 1
+            self._most(settings, 0, {})
+        self._own[settings.event] += 1
 
-    def check(self, terms: Terms) -> None:
+    def check(self, settings: StepSettings) -> None:
         """Raises BudgetExceededError when the next step would be one too many; to be called by all ranks."""
-        self._shared(partial(self._check, terms))
+        self._shared(partial(self._check, settings))
 
-    def _check(self, terms: Terms) -> None:
+    def _check(self, settings: StepSettings) -> None:
         if self._account is None:
-            self._most(terms, 0, {})
+            self._most(settings, 0, {})
         else:
-            self._account.check(terms.event, partial(self._most, terms))
+            self._account.check(settings.event, partial(self._most, settings))
 
     def close(self) -> None:
         """Gives back to the ledger what was reserved there and is not needed any more."""
@@ -223,11 +223,12 @@ class Spending:
         # The noise was calibrated for all planned steps, and a running figure may be a little above.
         return min(found, target) if target is not None and self._is_planned(spent, delta) else found
 
-    def _most(self, terms: Terms, written: int, ledger: Runs) -> int:
-        """How many more steps may be charged, at least 1; computed anew only when another run has spent something.
+    def _most(self, settings: StepSettings, written: int, ledger: Runs) -> int:
+        """The number of further steps that may be charged, >= 1. The last limit holds until it is used up, or
+        another run has spent something.
 
         Args:
-            terms: of the steps.
+            settings: of the steps.
             written: changes whenever other runs spend.
             ledger: what all runs spent according to the ledger, or may still spend.
 
@@ -235,13 +236,13 @@ class Spending:
             BudgetExceededError: none.
         """
         runs = self._with_known(ledger) if ledger else self._runs
-        own, state = runs[self._run][terms.event], (self._run, terms.event, written, self._added)
+        own, state = runs[self._run][settings.event], (self._run, settings.event, written, self._added)
         if state != self._limit_for or own >= self._limit:
             before = self._limit - own if state[1] == self._limit_for[1] else 0
-            self._limit, self._limit_for = own + self._room(terms.event, _listed(runs), before), state
+            self._limit, self._limit_for = own + self._room(settings.event, _listed(runs), before), state
         if own >= self._limit:
-            self._refuse(terms.event, _listed(runs))
-        return min(self._limit - own, terms.left)
+            self._refuse(settings.event, _listed(runs))
+        return min(self._limit - own, settings.left)
 
     def _room(self, event: Event, spent: list[Event], before: int) -> int:
         """How many steps of ``event`` plan and budget allow on top of ``spent``; a lower bound where it is asked again.
@@ -257,7 +258,7 @@ class Spending:
             room = min(room, self._planned[within(event, "")] - steps[within(event, "")])
         if epsilon is None or not room:
             return room
-        # Most of what there was room for will still have some: one question instead of a dozen.
+        # Half of the steps that were affordable before usually still are: then one evaluation of epsilon suffices.
         most = min(room, before // 2) if before > 1 else room
         return accounting.affordable(spent, event, max_epsilon=epsilon, delta=self._plan.target_delta, most=most)
 

@@ -38,7 +38,7 @@ KINDS |= {kind.__name__: kind for kind in (ValueError, TypeError, OSError, Memor
 
 
 class Word(enum.Enum):
-    """What the other ranks may wait for from this one, about the current logical batch."""
+    """The message of this rank that other ranks may be waiting for, in the current logical batch."""
 
     AWAITED = "its facts, or a failure"
     GIVEN = "nothing until the next batch"
@@ -112,7 +112,7 @@ class Ranks:
         return done
 
     def tell(self, problem: Exception) -> None:
-        """This rank failed: refuses what the others agree on next about the current batch, where they wait for it."""
+        """Sends this rank's failure to ranks that wait in `agree` for the current batch, which then raise it, too."""
         if self._word is Word.AWAITED:
             self._word = Word.GIVEN
             self._refuse(problem)
@@ -199,7 +199,7 @@ class Ranks:
             tensor.copy_(self.spread([tensor.detach().clone()])[0])
 
     def whole(self, value: Any) -> Any:
-        """What the leading rank stores of the model or its optimizer; all ranks ask for it together."""
+        """The full tensor of a DTensor, on the leading rank; other values as they are. All ranks call it together."""
         if not hasattr(value, "full_tensor"):
             return value
         found = value.full_tensor()

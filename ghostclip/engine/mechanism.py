@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ghostclip.engine.budget import Runs, Spending, steps_of
 from ghostclip.engine.distributed import Ranks
-from ghostclip.engine.terms import StepTerms, Terms, new_name
+from ghostclip.engine.step_plan import StepPlan, StepSettings, new_name
 from ghostclip.events import within
 from ghostclip.noise import Noise
 from ghostclip.noise.history import history_of
@@ -36,22 +36,20 @@ class Mechanism(Noise):
     Args:
         ranks: which train together.
         source: of independent noise.
-        terms: of the steps; its events bear the mechanism's name.
+        plan: of the steps; its events bear the mechanism's name.
         spending: counts them.
         loader: whose groups take turns.
     """
 
-    def __init__(
-        self, ranks: Ranks, source: Noise, terms: StepTerms, spending: Spending, loader: LogicalBatches
-    ) -> None:
-        self._ranks, self._source, self._terms = ranks, source, terms
+    def __init__(self, ranks: Ranks, source: Noise, plan: StepPlan, spending: Spending, loader: LogicalBatches) -> None:
+        self._ranks, self._source, self._plan = ranks, source, plan
         self._spending, self._loader = spending, loader
         self.mode, self.private = source.mode, source.private
         self.begin(0)
 
     def _empty(self) -> Any:
         """The history of a mechanism that begins; None where noise is independent."""
-        chosen = self._terms.correlation
+        chosen = self._plan.correlation
         return None if chosen is None else history_of(chosen.matrix, chosen.steps)
 
     @property
@@ -61,14 +59,14 @@ class Mechanism(Noise):
 
     def begin(self, step: int) -> None:
         """A new mechanism, whose first step is the model's step of that number."""
-        self._terms.rename(step, self._ranks.led(new_name))
+        self._plan.rename(step, self._ranks.led(new_name))
         self._process, self._history = os.getpid(), self._empty()
 
-    def charge(self, terms: Terms) -> None:
+    def charge(self, settings: StepSettings) -> None:
         """`Spending.charge`, under the mechanism's name; after an interruption or a fork under a new one."""
         if any(self._ranks.gathered(self._is_broken())):
-            self.begin(self._terms.began + self._charged())
-        self._spending.charge(replace(terms, event=within(terms.event, self._terms.mechanism)))
+            self.begin(self._plan.began + self._charged())
+        self._spending.charge(replace(settings, event=within(settings.event, self._plan.mechanism)))
 
     def _is_broken(self) -> bool:
         """Whether the next step can't follow the last one: its noise was interrupted, or this process is a fork."""
@@ -76,7 +74,7 @@ class Mechanism(Noise):
 
     def _charged(self) -> int:
         """How many steps of this mechanism were charged."""
-        return self._spending.steps_of(self._terms.mechanism)
+        return self._spending.steps_of(self._plan.mechanism)
 
     def release(self, sums: Sequence[Tensor], std: float, divisor: float = 1.0) -> list[Tensor]:
         """See `Noise.release`; the noise of steps that were charged and not released is drawn and dropped."""
@@ -117,8 +115,8 @@ class Mechanism(Noise):
             whole = self._ranks.whole
             history["kept"] = [torch.stack([whole(shards.shard_of(each, p)) for each in kept]) for kept, p in pairs]
         return {
-            "name": self._terms.mechanism,
-            "began": self._terms.began,
+            "name": self._plan.mechanism,
+            "began": self._plan.began,
             "groups": None if groups is None else torch.from_numpy(groups),
             "history": history,
         }
@@ -141,7 +139,7 @@ class Mechanism(Noise):
             self._loader.groups[:] = state["groups"].numpy()
         if self._spending.steps_of(state["name"], everyone=True) != steps_of(state["name"], saved):
             return
-        self._terms.rename(state["began"], state["name"])
+        self._plan.rename(state["began"], state["name"])
         if self._history is None or (history := state["history"]) is None:
             return
         if (shards := self._shards) is not None:

@@ -46,13 +46,13 @@ class MemoryMeter:
         """Bytes in use here, and those that nobody uses."""
         if self._device is not None:
             return torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
-        return min(self.now() + _kilobytes(Path("/proc/meminfo"), "MemAvailable"), *_limits_of_groups())
+        return min(self.now() + _bytes_in(Path("/proc/meminfo"), "MemAvailable"), *_limits_of_groups())
 
     def now(self) -> int:
         """Bytes in use."""
         if self._device is not None:
             return torch.cuda.memory_allocated(self._device)
-        return _kilobytes(PROCESS / "status", "VmRSS")
+        return _bytes_in(PROCESS / "status", "VmRSS")
 
     def peak_of(self, work: Callable[[], None]) -> int:
         """Bytes in use at the most during ``work``, those from before included.
@@ -66,7 +66,7 @@ class MemoryMeter:
         with suppress(OSError):
             (PROCESS / "clear_refs").write_text("5")
         work()
-        return max(_kilobytes(PROCESS / "status", "VmHWM"), self.now())
+        return max(_bytes_in(PROCESS / "status", "VmHWM"), self.now())
 
 
 def in_words(size: float) -> str:
@@ -74,7 +74,7 @@ def in_words(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
-def _kilobytes(file: Path, name: str) -> int:
+def _bytes_in(file: Path, name: str) -> int:
     """A line such as ``VmRSS:  1024 kB`` of a file of Linux, in bytes; as much as there can be where it isn't there."""
     for line in file.read_text().splitlines():
         if line.startswith(f"{name}:"):

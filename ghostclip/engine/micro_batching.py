@@ -23,7 +23,7 @@ from ghostclip.errors import PrivacyError, RowsMovedError, is_out_of_memory
 from ghostclip.sampling import LogicalBatches, UserRows
 from ghostclip.validate import positive_int
 
-__all__ = ["LossFunction", "MicroBatches", "Piece", "micro_batches_of", "physical_limit", "rows_of"]
+__all__ = ["LossFunction", "MicroBatches", "Piece", "micro_batches_of", "physical_limit", "slice_rows"]
 
 # (model, examples) -> losses [B].
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -69,7 +69,7 @@ class Piece(AbstractContextManager[None]):
             return Piece(self.examples, self.rows, self.units, self.users, self.batch_index, self.more, again)
         each = self.rows // self.units
         return Piece(
-            rows_of(self.examples, self.rows, start * each, stop * each), each * (stop - start), stop - start,
+            slice_rows(self.examples, self.rows, start * each, stop * each), each * (stop - start), stop - start,
             None if self.users is None else self.users.part(start, stop), more=stop < self.units, again=again,
         )  # fmt: skip
 
@@ -95,7 +95,7 @@ class Piece(AbstractContextManager[None]):
         if self.units < 2:
             return "it is a single one"
         try:
-            rows_of(self.examples, self.rows, 0, 1)
+            slice_rows(self.examples, self.rows, 0, 1)
         except Exception as error:
             return str(error)
         return None
@@ -151,7 +151,7 @@ class MicroBatches:
         if self._memory is None or not self.is_open or not rows:
             return
         try:
-            rows_of(examples, rows, 0, 1)
+            slice_rows(examples, rows, 0, 1)
         except TypeError as error:
             raise TypeError(f'max_physical_batch_size="auto" can\'t divide a batch: {error}; give a number') from error
         # Kept from trial to trial, as the sums of earlier physical batches are.
@@ -259,7 +259,7 @@ def _bytes_of_state(optimizer: Optimizer) -> int:
     return sum(count * size for count, size in zip(each, sizes, strict=True))
 
 
-def rows_of(examples: Any, rows: int, start: int, stop: int) -> Any:
+def slice_rows(examples: Any, rows: int, start: int, stop: int) -> Any:
     """Rows ``start`` to ``stop`` of a physical batch: tensors with ``rows`` in dimension 0, in the structure they have.
 
     Raises:
@@ -273,7 +273,7 @@ def rows_of(examples: Any, rows: int, start: int, stop: int) -> Any:
 
 
 def _mapped(examples: Any, rows: int, pick: Callable[[Tensor], Tensor]) -> Any:
-    """What ``pick`` makes of the tensors of a physical batch, in their structure; raises as `rows_of`."""
+    """What ``pick`` makes of the tensors of a physical batch, in their structure; raises as `slice_rows`."""
     if isinstance(examples, Tensor):
         if examples.is_nested and examples.size(0) != rows:
             raise TypeError(f"it holds a nested tensor of {examples.size(0)} rows, which has not one for each example")

@@ -15,7 +15,7 @@ from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.sharding.detection import reshard
 from ghostclip.wrap import check_module
 
-__all__ = ["check_optimizer", "unwrapped", "with_closure"]
+__all__ = ["prepare_optimizer", "unwrapped", "with_closure"]
 
 # Packages that put an optimizer into a wrapper, whose step calls the optimizer's own.
 WRAPPING = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
@@ -33,7 +33,7 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+def prepare_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Raises PrivacyError, TypeError or ValueError when the optimizer can't be stepped privately over the model.
 
     From then on torch calls the hooks of the optimizer's step.

@@ -26,11 +26,11 @@ from ghostclip.engine.mechanism import Mechanism
 from ghostclip.engine.micro_batching import micro_batches_of, physical_limit
 from ghostclip.engine.model_card import add_guarantee, new_card
 from ghostclip.engine.old_names import OpacusNames
-from ghostclip.engine.optimizers import check_optimizer, unwrapped
+from ghostclip.engine.optimizers import prepare_optimizer, unwrapped
 from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.step import BatchIndexOf, LogicalStep, LossFunction, StepRecord
-from ghostclip.engine.terms import StepTerms
+from ghostclip.engine.step_plan import StepPlan
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger
@@ -43,7 +43,8 @@ from ghostclip.validate import open_fraction, whole
 
 __all__ = ["PrivacyEngine"]
 
-# What must be the same where a run is taken up again; what can't be changed, since noise and charges follow from it.
+# AGREED: what a checkpoint must have alike. SAMPLED: arguments of the sampling. TOLD: what ``repr`` shows. FIXED: what
+# can't be assigned once the engine is built, since noise and charges follow from it.
 AGREED = ("noise_multiplier", "target_epsilon", "planned_steps", "noise")
 SAMPLED = ("batch_size", "sample_rate", "sampling", "neighboring")
 TOLD = "batch_size", "sample_rate", "noise_multiplier", "clipping", "steps_taken", "planned_steps"
@@ -134,7 +135,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         loss_scale: float | GradScaler = 1.0, memory_limit: int | None = None, process_group: Any = None,
         schedule: Schedule | None = None, correlation: Correlation | None = None, before: Iterable[PrivateMean] = (),
     ) -> None:  # fmt: skip
-        check_optimizer(model, optimizer := unwrapped(optimizer))
+        prepare_optimizer(model, optimizer := unwrapped(optimizer))
         refuse_second_engine(optimizer)
         self._ranks = ranks = ranks_of(model, process_group)
         source = noise_source(noise, seed)
@@ -147,19 +148,19 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         given = {"sampling": sampling, "schedule": schedule, "noise": noise, "steps": steps, "epochs": epochs}
         policy = policy_for(model, clipping)
         refuse_with_correlation(correlation, given | {"target_epsilon": target_epsilon}, policy)
-        self._terms = terms = StepTerms(
+        self._plan = plan = StepPlan(
             schedule, loader, policy, noise_multiplier, target_epsilon, target_delta, (epochs, steps), correlation,
             Before(before, source.private),
         )  # fmt: skip
-        loader.follow(terms.scheme, terms.largest, lambda: self._snapshots.model_steps)
+        loader.follow(plan.scheme, plan.largest, lambda: self._snapshots.model_steps)
         scaling = LossScaling(loss_scale, optimizer)
         clipper = GhostClipper(model, clipping, second_pass=second_pass, loss_scale=scaling.factor)
         micro_batches = micro_batches_of(model, loader, max_physical_batch_size, memory_limit)
-        self._spending = Spending(ranks, terms, max_epsilon, ledger, source, model)
-        self._mechanism = None if loader.groups is None else Mechanism(ranks, source, terms, self._spending, loader)
+        self._spending = Spending(ranks, plan, max_epsilon, ledger, source, model)
+        self._mechanism = None if loader.groups is None else Mechanism(ranks, source, plan, self._spending, loader)
         adding, charging = self._mechanism or source, self._mechanism or self._spending
         release = Release(
-            clipper, optimizer, adding, terms.noise_multiplier, terms.at, charging.charge, scaling, ranks, micro_batches
+            clipper, optimizer, adding, plan.noise_multiplier, plan.at, charging.charge, scaling, ranks, micro_batches
         )
         self._steps = loader.owner = LogicalStep(release, self_check)
         self._loader: LogicalBatches | None = loader
@@ -174,10 +175,10 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
 
     def _begin(self, source: Noise, seed: int | None) -> None:
         """The parts are there: the rest of what users read, the start of all ranks, and warnings."""
-        terms, spending, loader = self._terms, self._spending, self.batches()
-        self.noise_multiplier, self.planned_steps = terms.noise_multiplier, terms.planned_steps
-        self.target_epsilon, self.target_delta = terms.target_epsilon, terms.target_delta
-        self.correlation = terms.correlation
+        plan, spending, loader = self._plan, self._spending, self.batches()
+        self.noise_multiplier, self.planned_steps = plan.noise_multiplier, plan.planned_steps
+        self.target_epsilon, self.target_delta = plan.target_epsilon, plan.target_delta
+        self.correlation = plan.correlation
         self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
         self.max_epsilon, self.ledger = spending.max_epsilon, spending.ledger
         agreed = {name: getattr(self, name) for name in AGREED} | {"seed": seed}
@@ -246,7 +247,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         """
         try:
             self._steps.start(batch, loss_fn, batch_index)
-            self._spending.check(self._steps.release.terms)
+            self._spending.check(self._steps.release.settings)
         except BaseException:
             self._steps.release.failed()
             raise
@@ -282,7 +283,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
 
     def forecast(self, steps: int, delta: float | None = None, accountant: str = "pld") -> float:
         """The epsilon spent after that many further ``steps``; see `epsilon`."""
-        further = self._terms.further(self._snapshots.model_steps, whole(steps=steps))
+        further = self._plan.further(self._snapshots.model_steps, whole(steps=steps))
         spent = accounting.epsilon_of([*self.events, *further], delta=self._delta(delta), accountant=accountant)
         return spent if self._spending.private else math.inf
 
@@ -293,7 +294,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         """
         self._steps.updates.check()  # also after `detach`
         found = accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
-        found += self._terms.before.words()
+        found += self._plan.before.words()
         if not self.steps_taken:
             return found
         if not self._spending.private:
@@ -326,14 +327,14 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         self._steps.updates.accept()
 
     def _delta(self, delta: float | None) -> float:
-        """Where to report; PrivacyError where what was spent doesn't cover the model."""
+        """``delta``, or ``target_delta`` for None; PrivacyError where parameters moved outside of charged steps."""
         if self._loader is not None:
             self._steps.updates.check()
         return self.target_delta if delta is None else open_fraction(delta=delta)
 
     def check_budget(self) -> None:
         """Raises BudgetExceededError if one more step would exceed the planned steps or the budget."""
-        self._spending.check(self._steps.release.terms)
+        self._spending.check(self._steps.release.settings)
 
     def noise_std(self, parameter: nn.Parameter) -> float:
         """The current standard deviation of the noise in each entry of a trained parameter's private gradient."""

@@ -18,8 +18,8 @@ from ghostclip.engine.loss_scaling import SCALED, LossScaling, show_scaling
 from ghostclip.engine.micro_batching import MicroBatches
 from ghostclip.engine.optimizers import with_closure
 from ghostclip.engine.readable import ReadableExamples
+from ghostclip.engine.step_plan import StepSettings
 from ghostclip.engine.sums import ClippedSums
-from ghostclip.engine.terms import Terms
 from ghostclip.engine.update_check import UpdateCheck, held_parameters
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
@@ -49,18 +49,18 @@ charges it"""
 
 
 class Release:
-    """Comes between the optimizer and its gradients: one release of noisy sums for each logical batch, charged before.
+    """Hooks the optimizer's step: charges the logical batch, adds noise to its sums, fills ``p.grad``.
 
     Args:
         clipper: of the model in training.
         optimizer: gets hooks before and after its step.
         noise, noise_multiplier: of the engine; 0: no noise in any step.
-        terms: from a step's number to its noise, batch size and thresholds.
+        settings: from a step's number to its noise, batch size and thresholds.
         charge: called with them once for each step, after all checks and before anything is released; it may refuse.
         scaling, ranks, micro_batches: of the engine; None: losses as they are, in this process alone, in one piece.
 
     Attributes:
-        terms: of the logical batch handed out last, at first those of the first step.
+        settings: of the logical batch handed out last, at first those of the first step.
         sums: what was gathered.
         updates: whether parameters moved in steps only.
         sensitivity: of what the current logical batch has gathered.
@@ -78,16 +78,16 @@ class Release:
         optimizer: Optimizer,
         noise: Noise,
         noise_multiplier: float,
-        terms: Callable[[int], Terms],
-        charge: Callable[[Terms], None],
+        settings: Callable[[int], StepSettings],
+        charge: Callable[[StepSettings], None],
         scaling: LossScaling | None = None,
         ranks: Ranks | None = None,
         micro_batches: MicroBatches | None = None,
     ) -> None:
         self.clipper, self.optimizer = clipper, optimizer
         self._noise, self._noise_multiplier = noise, noise_multiplier
-        self._terms_at, self.charge = terms, charge
-        self.terms = terms(0)
+        self._settings_at, self.charge = settings, charge
+        self.settings = settings(0)
         self.scaling = LossScaling(1.0, optimizer) if scaling is None else scaling
         self.micro_batches = MicroBatches() if micro_batches is None else micro_batches
         self.ranks = Ranks() if ranks is None else ranks
@@ -140,7 +140,7 @@ class Release:
             raise
 
     def begin(self, batch: LogicalBatch | None) -> None:
-        """A logical batch starts, or none: what an earlier one gathered and didn't release is discarded."""
+        """Makes ``batch`` the current logical batch, None: no batch. Sums that weren't released are discarded."""
         self.discard()
         self.clipper.sharding.reshard()
         left, charged = self.lacks_step, self.state is BatchState.CHARGED
@@ -150,9 +150,9 @@ class Release:
         if batch is not None:
             if self.clipper.sharding.sharded:
                 self._unshard()
-            self.batch, self.terms = batch, self._terms_at(batch.step_number)
+            self.batch, self.settings = batch, self._settings_at(batch.step_number)
             self.updates.begin()
-        self.clipper.passes.threshold_factor = self.terms.threshold_factor
+        self.clipper.passes.threshold_factor = self.settings.threshold_factor
         self.sensitivity = self.clipper.passes.sensitivity
         self.scaling.begin()
         if self.trace is not None:
@@ -176,9 +176,9 @@ class Release:
         if self._adaptation is not None:
             self._adaptation.discard()
 
-    def renew_terms(self) -> None:
-        """Charges until the next logical batch are of the mechanism that began now."""
-        self.terms = self._terms_at(0)
+    def renew_settings(self) -> None:
+        """Takes the settings of the mechanism that has just begun; they hold until the next logical batch begins."""
+        self.settings = self._settings_at(0)
 
     def failed(self) -> None:
         """An exception came up in the engine: the batch may be left without its step."""
@@ -215,7 +215,7 @@ class Release:
             undo()
 
     def saw(self, result: ClippingResult) -> None:
-        """What was clipped of a physical batch that was gathered; a failure before it is mended."""
+        """Records the result of a physical batch whose sums were added; a batch that had failed before goes on."""
         if self.batch is not None and self.batch.state is BatchState.FAILED:
             self.batch.state = BatchState.GATHERING
         self._readable.saw(result, self.clipper.passes.left_out)
@@ -277,7 +277,7 @@ class Release:
                 self._agree(held)
             elif is_distributed():
                 self.ranks.check_alone()
-            self.charge(self.terms)
+            self.charge(self.settings)
             batch.state = BatchState.CHARGED
             self.updates.expect()
             self.clipper.sharding.reshard()
@@ -341,7 +341,7 @@ class Release:
 
     def _private(self, parameters: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:
         """(sum + noise) / batch size, of each parameter."""
-        std, batch_size = self.terms.noise_multiplier * self.sensitivity, self.terms.batch_size
+        std, batch_size = self.settings.noise_multiplier * self.sensitivity, self.settings.batch_size
         shares = self.noise_shares() if self._allocated else {}
         if self.trace is not None:
             self.trace.released(parameters, sums, [std * shares.get(p, 1.0) for p in parameters])
@@ -372,8 +372,8 @@ class Release:
 
     def noise_std(self, parameter: nn.Parameter) -> float:
         """The standard deviation of the noise in each entry of the parameter's private gradient, as it is now."""
-        std = self.terms.noise_multiplier * (self.sensitivity or self.clipper.passes.sensitivity)
-        return std * self.noise_shares().get(parameter, 1.0) * self._noise.growth / self.terms.batch_size
+        std = self.settings.noise_multiplier * (self.sensitivity or self.clipper.passes.sensitivity)
+        return std * self.noise_shares().get(parameter, 1.0) * self._noise.growth / self.settings.batch_size
 
 
 def refuse_second_engine(optimizer: Optimizer) -> None:

@@ -75,7 +75,7 @@ class Restored:
 
 @dataclass
 class Snapshots:
-    """Saves and restores one engine, whose own these are. Of several ranks the leading one writes, and all read.
+    """Saves and restores one engine, whose parts these are. Of several ranks the leading one writes, and all read.
 
     ``agreed`` are arguments {name: value, as JSON} that must be the same when the checkpoint is restored. The state of
     the clipping policy is kept where it has ``state_dict`` and ``load_state_dict``. ``mechanism`` is None where
@@ -221,7 +221,7 @@ class Snapshots:
         """Goes on with the checkpoint's mechanism, or begins a new one where it was charged for more steps since."""
         if self.mechanism is not None:
             self.mechanism.restore(state, _spent_in(public), self.model_steps, self._trained())
-            self.steps.release.renew_terms()
+            self.steps.release.renew_settings()
 
     def _trained(self) -> list[nn.Parameter]:
         """In the order of a release's sums."""

@@ -107,7 +107,7 @@ class LogicalStep:
         return result
 
     def _bound(self, result: ClippingResult) -> None:
-        """Takes the sensitivity of sums before they count as gathered, lest an interruption part them from their noise.
+        """Records the sensitivity of new sums before they are added: an interruption in between leaves too much noise.
 
         Raises:
             PrivacyError: it doesn't bound an example's part, since weights depend on other examples.
@@ -117,7 +117,7 @@ class LogicalStep:
         self.release.sensitivity = max(self.release.sensitivity, result.sensitivity)
 
     def _clip_compiled(self, loss_fn: LossFunction, piece: Piece) -> ClippingResult:
-        """The same by a graph of forward and passes, from the end of the self-check on."""
+        """The same by one compiled graph of the forward and both passes, used once the self-check is over."""
         with self._sums.physical_batch(piece.more) as add:
             self._clipper.passes.index.watch()
             result, sums = self._clipper.clip_compiled(loss_fn, piece.examples)
@@ -213,7 +213,7 @@ class LogicalStep:
         if last is not None and last.state.is_open:
             try:
                 self.release.start(discarded=True)
-                self.release.charge(self.release.terms)
+                self.release.charge(self.release.settings)
                 last.state = BatchState.CHARGED
             finally:
                 self.release.forget()
@@ -239,7 +239,7 @@ class LogicalStep:
 
     def compile(self, largest: int | None) -> None:
         """Lets `step` compile, for physical batches of at most ``largest`` examples; raises ValueError if it can't."""
-        if self.release.terms.event.unit == "user":
+        if self.release.settings.event.unit == "user":
             raise ValueError(
                 "compile() and unit_ids don't go together: a compiled step pads batches by rows; leave one of them out"
             )
@@ -247,7 +247,7 @@ class LogicalStep:
             raise ValueError("compile() isn't there for several processes that train together; leave it out")
         if self.release.trace is not None:
             raise ValueError(TRACED_AND_COMPILED)
-        self._clipper.compile(expected=self.release.terms.batch_size, largest=largest)
+        self._clipper.compile(expected=self.release.settings.batch_size, largest=largest)
 
     def check_between(self, caller: str) -> None:
         """Raises PrivacyError when a logical batch is half done; else the model has the optimizer's own parameters."""

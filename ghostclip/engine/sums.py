@@ -44,7 +44,9 @@ class ClippedSums:
 
     @contextmanager
     def physical_batch(self, more: bool) -> Iterator[Add]:
-        """Around the passes over a physical batch, with what takes its sums. Where they fail, all is as it was.
+        """A context for the passes over a physical batch; yields the function that adds a clipped sum.
+
+        Where a pass raises, the sums of earlier physical batches stay as they were.
 
         Args:
             more: what comes next belongs to the same physical batch.

@@ -23,7 +23,7 @@ ALARM = MarkScheme(levels=16, lowest=-15)
 # By how many standard deviations ranks of norms and marks may be correlated by chance: once in a million honest
 # batches where the batch can be tried again, and once in a billion where it is refused.
 SUSPICIOUS, CERTAIN = 4.75, 6.0
-# How many times the largest norm that was measured is suspicious.
+# A norm this many times the largest one that was measured is suspicious.
 LARGE = 16.0
 
 

@@ -29,9 +29,9 @@ from ghostclip.graph.overwritten import FindForward
 from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
-from ghostclip.graph.row_layout import RowLayout, WatchedZeros, check_calls, nobody, row_layout
+from ghostclip.graph.row_layout import RowLayout, ZeroGradientCheck, check_calls, nobody, row_layout
 from ghostclip.graph.shared.known import KnownShared
-from ghostclip.graph.shared.search import without_boundaries
+from ghostclip.graph.shared.search import region_up_to_losses
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
@@ -149,7 +149,9 @@ class Layouts:
         structure.batches += 1
         if structure.layout is None or anew or indices or _is_due(structure, structure.layout, uses, len(losses)):
             if is_traced():
-                raise UnsupportedModelError("whose rows are whose is measured in every batch of this forward")
+                raise UnsupportedModelError(
+                    "whose rows are whose must be measured in every batch of this forward, so no step can be compiled"
+                )
             return _measured(structure, Batch(losses, uses, names, forward, indices, self.keep_resident), hold)
         return self._by_layout(structure.layout, uses, losses)
 
@@ -203,7 +205,7 @@ class Layouts:
         found: dict[Subject, Rows] = {
             call: each for call, each in zip(uses.calls, known.rows, strict=True) if each is not None
         }
-        check = WatchedZeros(silent, edges) if silent or edges else None
+        check = ZeroGradientCheck(silent, edges) if silent or edges else None
         return row_layout(uses, found, region, len(losses), half=known.half, check=check)
 
 
@@ -249,7 +251,7 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
 
 
 def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: bool) -> None:
-    """Remembers what all examples share, and the layout if it is regular and two examples' rows show it alone."""
+    """Stores what all examples share; the layout, too, if rows are regular and no other order fits them."""
     uses, owned, region, examples = batch.uses, found.owned, found.region, len(batch.losses)
     reads = any(not call.sources and owned[call].rows is not None for call in uses.calls)
     if region is None or region.shown or not reads:  # else the next batch may show more
@@ -292,7 +294,7 @@ def _of_one(losses: Tensor, uses: Uses) -> RowLayout:
     """The layout of one example, to which all rows belong; or of none, where layers may still see rows."""
     examples = len(losses)
     odd = [] if examples else [call for call in uses.calls if call.shape[call.batch_dim]]
-    region = without_boundaries(losses, uses, odd) if odd or uses.leaves else None
+    region = region_up_to_losses(losses, uses, odd) if odd or uses.leaves else None
     shared = set() if region is None else set(region.calls.values())
     calls = [call for call in uses.calls if call not in shared]
     regrouping: dict[int, tuple[int, RowOrder]] = {

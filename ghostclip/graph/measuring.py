@@ -28,9 +28,9 @@ from ghostclip.graph.shared.search import (
     edges_above,
     edges_near,
     edges_of,
-    given_shared,
     may_be_shared,
     reads_examples,
+    shared_input_error,
     shared_part,
 )
 from ghostclip.graph.shared.subgraph import SharedSubgraph
@@ -176,7 +176,7 @@ def _shared_by_all(
                     held.clear()
                 region.shown = check_shared(batch.uses, region, owned, batch.names, batch.forward)
                 if region.given:
-                    raise given_shared(region.given[0], batch.names)
+                    raise shared_input_error(region.given[0], batch.names)
             return region
         except (LossShapeError, UnsupportedModelError):
             if doubt is Doubt.NOTHING:

@@ -49,7 +49,7 @@ REMEDY = "call engine.step(batch, loss_fn) or clipper.clip(loss_fn, batch), whic
 NOT_FIRST = (
     "whether what all examples share depends on them could not be tried: a tensor that the forward was given has not "
     "one row for each example in its first dimension, so that none could be overwritten. If examples mix, compute each "
-    f"loss from its own example; else put them there, or {REMEDY}"
+    f"loss from its own example; else move the examples to that tensor's first dimension, or {REMEDY}"
 )
 
 

@@ -19,7 +19,7 @@ from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall, Sink
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["RowLayout", "WatchedZeros", "check_calls", "nobody", "row_layout"]
+__all__ = ["RowLayout", "ZeroGradientCheck", "check_calls", "nobody", "row_layout"]
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class RowLayout:
     measured: bool = False
     half: bool = False
     gradients: Gradients | None = None
-    check: WatchedZeros | None = None
+    check: ZeroGradientCheck | None = None
 
 
-class WatchedZeros:
+class ZeroGradientCheck:
     """Sees whether a gradient that was zero when ownership was measured isn't any more.
 
     Args:
         calls: uses of layers.
-        edges: tensors of the graph, to which the pass must go, and of which its gradients are to be given to `spoke`.
+        edges: tensors of the graph, which the pass must reach; their gradients are given to `found_nonzero`.
     """
 
     def __init__(self, calls: Sequence[LayerCall], edges: Sequence[Edge]) -> None:
@@ -70,7 +70,7 @@ class WatchedZeros:
 
         return look
 
-    def spoke(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+    def found_nonzero(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Whether one of them was given a gradient that isn't zero, bool []; None where none was given any."""
         arrived = [*self._arrived, *(grad.any() for grad in grads if grad is not None)]
         return torch.stack(arrived).any() if arrived else None

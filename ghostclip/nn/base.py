@@ -34,8 +34,8 @@ __all__ = [
     "built_of_wrappers",
     "has_saved_tensor_hooks",
     "is_capturing",
+    "missing_batch_dimension",
     "place_of",
-    "without_examples",
 ]
 
 # What packs saved tensors now, or None.
@@ -72,8 +72,9 @@ class LayerCall:
         rows: {name: (start, stop)} along the first axis, for parameters that were used in part.
         batch_dim: the dimension of the pre-activation that holds examples.
         shape, dtype, device, nbytes: of the pre-activation.
-        owners: the parameters themselves, by these names.
-        values: what the operation was given as these parameters; () where ``owners`` are no attributes of the layer.
+        owners: {name: Parameter}.
+        values: tensors that the forward used, one for each of ``parameters``; () where these are the Parameters.
+        extra: what `GhostLayer.capture` was given for the rule beside the inputs.
         own: those of ``parameters`` that belong to the model whose graph is read; none for a layer of another model.
         lengths: arguments by which rows of the inputs belong to examples, as the batch sizes of a packed sequence.
         sources: (node, number of its output) of each input that has a gradient, or (input, 0) where it is a leaf; the
@@ -121,7 +122,7 @@ class LayerCall:
         """The per-example gradients of ``name`` by the layer's rule; a plain tensor [B, *shape] is taken as is."""
         found: Any = self.layer.per_example(name, self, inputs, grad)
         shape = self._shape_of(name) if name in self.rows else self.owners[name].shape
-        # Asked the other way round an abstract class would be, which takes longer.
+        # isinstance of an abstract class takes longer, so it comes last.
         if isinstance(found, Tensor):
             if found.shape == (self.shape[self.batch_dim], *shape):
                 return Dense(found)
@@ -347,7 +348,7 @@ def place_of(layer: torch.nn.Module) -> str:
     return f"{path} ({kind})" if path else kind
 
 
-def without_examples(layer: torch.nn.Module, input: Tensor, dims: int) -> UnsupportedModelError:
+def missing_batch_dimension(layer: torch.nn.Module, input: Tensor, dims: int) -> UnsupportedModelError:
     """The error of a layer that needs ``dims`` dimensions and got one example by itself."""
     return UnsupportedModelError(
         f"{place_of(layer)} got an input of shape {list(input.shape)} without a batch dimension; "
@@ -356,7 +357,7 @@ def without_examples(layer: torch.nn.Module, input: Tensor, dims: int) -> Unsupp
 
 
 def _whole_base(tensor: Tensor) -> Tensor:
-    """The tensor or, for a view, what owns its memory: a view marked as changed in place is copied in backward."""
+    """The tensor; of a view its base where that is as large, else a copy. Autograd would copy views in backward."""
     base = tensor._base
     if base is None:
         return tensor

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ghostclip.norms.convolution import ConvGrads, Geometry
 from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
 
-from .base import GhostLayer, LayerCall, is_capturing, without_examples
+from .base import GhostLayer, LayerCall, is_capturing, missing_batch_dimension
 
 __all__ = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
 
@@ -37,7 +37,7 @@ class _ConvNd(_Convolution):
 
     def forward(self, input: Tensor) -> Tensor:
         if is_capturing() and input.dim() != self.weight.dim():
-            raise without_examples(self, input, self.weight.dim())
+            raise missing_batch_dimension(self, input, self.weight.dim())
         return self.capture(super().forward(input), input)
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
@@ -73,7 +73,7 @@ class _ConvTransposeNd(_Convolution):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if is_capturing() and input.dim() != self.weight.dim():
-            raise without_examples(self, input, self.weight.dim())
+            raise missing_batch_dimension(self, input, self.weight.dim())
         return self.capture(super().forward(input, output_size), input, batch_dim=0)
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:

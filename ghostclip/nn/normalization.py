@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
 
-from .base import GhostLayer, LayerCall, is_capturing, place_of, without_examples
+from .base import GhostLayer, LayerCall, is_capturing, missing_batch_dimension, place_of
 
 __all__ = [
     "BatchNorm1d",
@@ -130,7 +130,7 @@ class _InstanceNorm(GhostLayer):
             if self._updates_statistics(self):
                 raise UnsupportedModelError(f"{place_of(self)} {UPDATES}; {UNTRACKED}")
             if input.dim() == self._get_no_batch_dim():
-                raise without_examples(self, input, input.dim() + 1)
+                raise missing_batch_dimension(self, input, input.dim() + 1)
         if not len(input):  # which torch's own kernel can't take
             weight, bias = (self._for_each_example(name, 0) for name in ("weight", "bias"))
             outputs = F.group_norm(input, input.shape[1], eps=self.eps)

@@ -146,11 +146,11 @@ def loader_of(dataset: Any, given: DataLoader[Any] | None, chunks: Iterable[list
     kept = {} if given is None else {name: getattr(given, name) for name in KEPT}
     plain = given is None or (given.collate_fn is default_collate and given.num_workers == 0)
     if type(dataset) is TensorDataset and plain:
-        return DataLoader(_LoadedRows(dataset), batch_sampler=chunks, **{**kept, "collate_fn": list})
+        return DataLoader(_TensorRows(dataset), batch_sampler=chunks, **{**kept, "collate_fn": list})
     return DataLoader(dataset, batch_sampler=chunks, **kept)
 
 
-class _LoadedRows(Dataset[Any]):
+class _TensorRows(Dataset[Any]):
     """A TensorDataset that gives a physical batch by indexing, which is far faster than collating single examples."""
 
     def __init__(self, dataset: TensorDataset) -> None:

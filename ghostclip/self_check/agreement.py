@@ -25,8 +25,8 @@ __all__ = ["gradients_agree", "untrained"]
 # Relative: wide enough for any kernel's rounding (products of TF32 too), far below what a wrong rule does.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 TOLERANCE_OF_HALVES = 5e-2
-# A gradient below this share of the example's whole is held against that share; one below it of the largest of an
-# update may be lost in rounding without anything being wrong.
+# Errors of a gradient smaller than this share of its example's norm are relative to that share. A parameter whose
+# update is smaller than this share of the largest one may fail to move, by rounding.
 FLOOR = 1e-3
 NAMES_SHOWN = 5
 
@@ -133,7 +133,7 @@ def _listed(names: Sequence[str]) -> str:
 def untrained(
     sharding: Sharding, held: Collection[nn.Parameter], optimizer: Optimizer, unused: Sequence[str]
 ) -> Callable[[], None] | None:
-    """What warns, once the optimizer has taken the step it is about to take, of trained parameters it did nothing for.
+    """A function to call after the step that is about to be taken: it warns of trained parameters that didn't move.
 
     None where every learning rate is zero. Of each of the optimizer's parameters ``held`` the number is watched whose
     gradient is largest: it moves if any does. No loss depends on the ``unused``.

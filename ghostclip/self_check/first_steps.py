@@ -81,7 +81,7 @@ class SelfCheck:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to be looked at but losses."""
+        """Whether gradients and the first update were checked; losses may still be compared."""
         return not (self._to_compare or self._to_move)
 
     def before(self, loss_fn: LossFunction, physical: PhysicalBatch, logical: Any, most: int | None) -> None:
@@ -100,7 +100,7 @@ class SelfCheck:
         if not self._wanted or physical.units < 2:
             return
         larger = not self._tried.hold(physical.examples, physical.rows)
-        due = self._is_due(logical) or larger
+        due = self._take_turn(logical) or larger
         # Rows of layers are told by an index, which parts of the batch have none of.
         ragged, each = physical.batch_index is not None, physical.rows // physical.units
         if not (due or (self._to_compare and not ragged)):
@@ -120,7 +120,7 @@ class SelfCheck:
         if larger:
             self._tried.add(physical.examples, physical.rows)
 
-    def _is_due(self, logical: object) -> bool:
+    def _take_turn(self, logical: object) -> bool:
         """Whether it is the first part of a logical batch in the first steps, or a random one later."""
         if self._left == 0:
             return self._dice.random() < 1.0 / SELDOM

@@ -60,11 +60,11 @@ class LoadedRows:
         return len(self.rows) // self.each
 
     def places(self, units: Iterable[int]) -> list[int]:
-        """Of the rows of some units, one unit after another."""
+        """The places of all rows of these units, one unit after another."""
         return [unit * self.each + row for unit in units for row in range(self.each)]
 
     def some(self, units: Iterable[int]) -> LoadedRows:
-        """Those of some units, under the same seeds."""
+        """The rows of these units, under the same seeds."""
         return replace(self, rows=[self.rows[place] for place in self.places(sorted(units))])
 
     def load(self, index: Sequence[int]) -> Loaded:

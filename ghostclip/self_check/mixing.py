@@ -29,8 +29,8 @@ from ghostclip.wrap import Finding
 
 __all__ = ["REMEDY_OF_KEPT", "MixingTest"]
 
-# Times that a difference must come back, in an order by chance, lest it be one from call to call. Only a loss that is
-# about to be refused is called so often.
+# How often a test is repeated, in random order with runs of the unchanged batch: it rules out losses that change from
+# call to call. Only a loss that is about to be refused is called so often.
 TOSSES = 40
 # Random choices of rows for which the same random numbers must be drawn.
 CHOICES = 16
@@ -183,7 +183,7 @@ class MixingTest:
         return trial.norms_differ(*_comparable(first.norms[places], torch.cat(norms), in_order))
 
     def _copies_move(self, trial: TrialLosses, part: Sequence[int]) -> bool:
-        """Whether losses of ``part`` are others where copies of one of its rows stand in all other places.
+        """Whether losses of ``part`` change when copies of one of its rows replace all others: 1 2 3 4 becomes 1 2 1 1.
 
         They differ by the rows, not by the random numbers, of which as many must be drawn. Where none are, rows may be
         sorted: then a loss must be none of the first losses, in whatever place.
@@ -222,7 +222,7 @@ class MixingTest:
         return all(self._trial.seen(index)[1] == expected for index in chosen)
 
     def _repeats(self, test: Test) -> bool:
-        """Whether a test finds something each time, and the whole batch's losses never move, in an order that is drawn.
+        """Whether a test finds something each time, and runs of the unchanged batch, in random order, never do.
 
         A function that goes by a count of its calls passes with a probability of 2 ** -TOSSES at most.
         """

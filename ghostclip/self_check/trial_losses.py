@@ -70,8 +70,8 @@ class TrialLosses:
 
     Attributes:
         every: the index of all rows.
-        untouched: the outcome for these with all modules in the modes they had.
-        first: the same with those that draw in eval mode.
+        untouched: the outcome of all rows, with modules in the modes they have in training.
+        first: the outcome of all rows, with modules that draw random numbers in eval mode; trials are compared with it.
         changed: (kind, name) of what the model kept of ``untouched``.
         draws: whether random numbers are drawn by the collate function, or by what is not in eval mode.
     """

@@ -1,7 +1,8 @@
 """A model under FSDP2's ``fully_shard``, of which each process holds its shards.
 
-FSDP2 relies on all ranks needing the same parameters in the same order. Passes for per-example norms don't: ranks have
-other numbers of physical batches, and each measures the kinds of graphs it meets, and repeats what ran out of memory.
+FSDP2 relies on all ranks needing the same parameters in the same order. Passes for per-example norms break this order:
+ranks differ in the number of physical batches, in the graphs that they measure, and in what they repeat after memory
+ran out.
 So each exchange in a logical batch is a round of all ranks. In it every rank says what it needs, maybe nothing, and
 all take part in whatever any of them needs. A rank at the end of its part serves the others. For a clipper alone, in
 `FullySharded.gathered`, all values are gathered at once, and nothing in there waits for another rank.
@@ -134,7 +135,8 @@ class FullySharded(Sharding):
         finally:
             self.reshard()
 
-    # Rounds. What ranks need has a number: first parameters' sums, then groups' values, and at last that one failed.
+    # Rounds. Of P parameters and G groups, a rank asks by number. 0 to P - 1: add up a parameter's sums.
+    # P to P + G - 1: gather a group's values. P + G: the rank failed.
 
     @torch.no_grad()
     def _needed(self, needs: Iterable[int]) -> list[int]:

@@ -95,7 +95,7 @@ class Group:
 
 
 def hook_base(module: Any, _: Any, output: Any) -> None:
-    """A forward hook: a backward asks for values, too, where an operation in place on a view drops FSDP2's hook."""
+    """A forward hook: where an operation in place on a view dropped FSDP2's hook of backward, its base gets one."""
     state = module._get_fsdp_state()
     for each in tree_leaves(output):
         if isinstance(each, Tensor) and each._base is not None and each._base.grad_fn is not None:

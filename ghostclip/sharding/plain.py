@@ -20,7 +20,7 @@ Add = Callable[[tuple[int, tuple[int, int] | None], Tensor], None]
 
 
 def is_distributed() -> bool:
-    """Whether several processes train together, who wait for each other's gradients of every parameter."""
+    """Whether torch.distributed has a process group, in which processes wait for each other's gradients."""
     return dist.is_available() and dist.is_initialized()
 
 

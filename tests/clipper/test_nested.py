@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine, UnsupportedModelError
 from ghostclip.clipper.cutting import cut, leaves_of, take_rows
-from ghostclip.engine.micro_batching import rows_of
+from ghostclip.engine.micro_batching import slice_rows
 from ghostclip.errors import is_out_of_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -81,7 +81,7 @@ def engine_of(model: nn.Module, layout: str, **options: Any) -> PrivacyEngine:
 def by_hand(model: nn.Module, parts: list[Any]) -> list[Tensor]:
     """The clipped mean over parts of a logical batch, by one backward for each example."""
     sizes = [len(part["labels"]) for part in parts]
-    ones = [rows_of(part, n, row, row + 1) for part, n in zip(parts, sizes, strict=True) for row in range(n)]
+    ones = [slice_rows(part, n, row, row + 1) for part, n in zip(parts, sizes, strict=True) for row in range(n)]
     losses = torch.cat([loss_fn(model, one) for one in ones])
     return [total / 8 for total in oracle.clipped_sum(oracle.grads_of_single_losses(model, losses), NORM).values()]
 
@@ -168,7 +168,7 @@ def test_rows_of_nested_tensors(layout: str, ragged_dim: int, rows: list[int]) -
     assert found.layout == whole.layout
     torch.testing.assert_close(list(found.unbind()), [whole.unbind()[row] for row in rows], rtol=0, atol=0)
     if rows == [2, 3]:
-        parts = rows_of({"x": whole, "y": torch.arange(4)}, 4, 2, 4)
+        parts = slice_rows({"x": whole, "y": torch.arange(4)}, 4, 2, 4)
         torch.testing.assert_close(list(parts["x"].unbind()), list(found.unbind()), rtol=0, atol=0)
 
 
@@ -183,7 +183,7 @@ def test_rows_of_nested_tensors(layout: str, ragged_dim: int, rows: list[int]) -
 def test_what_is_not_divided(whole: Callable[[], Tensor], examples: int, message: str) -> None:
     """Jagged tensors with holes, and other numbers of rows than examples."""
     with pytest.raises(TypeError, match=message):
-        rows_of([whole()], examples, 0, 1)
+        slice_rows([whole()], examples, 0, 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -50,7 +50,7 @@ OTHERS = {
     "backward through the graph a second time",
     "a hook, given None while the graph was freed, raised %s: %s",
     # Of a step that can't be compiled, which are not raised.
-    "whose rows are whose is measured in every batch of this forward",
+    "whose rows are whose must be measured in every batch of this forward, so no step can be compiled",
 }
 # How messages begin that other tests bring up.
 ELSEWHERE = (

@@ -107,16 +107,16 @@ def test_a_term_that_starts_later_is_refused(loss_fn: Callable[..., Tensor]) -> 
 def test_later_batches_are_drawn_as_seldom_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = engine_of(network(), rows())._steps._self_check
     batches = [runs.data() for _ in range(STEPS)]  # whatever can be referred to
-    assert [turns._is_due(batch) for batch in batches] == [True] * STEPS
+    assert [turns._take_turn(batch) for batch in batches] == [True] * STEPS
     count = 100_000
-    drawn = sum(turns._is_due(step) for step in range(count))
+    drawn = sum(turns._take_turn(step) for step in range(count))
     expected = count / first_steps.SELDOM
     assert abs(drawn - expected) < 6 * expected**0.5
     random.seed(0)
     state = random.getstate()
-    first = [turns._is_due(0) for _ in range(5000)]
+    first = [turns._take_turn(0) for _ in range(5000)]
     random.setstate(state)
-    assert first != [turns._is_due(0) for _ in range(5000)]  # by no seed of the user's
+    assert first != [turns._take_turn(0) for _ in range(5000)]  # by no seed of the user's
 
 
 @pytest.fixture

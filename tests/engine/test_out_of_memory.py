@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ghostclip.clipping import Adaptive, PerLayer
 from ghostclip.engine import PrivacyEngine
-from ghostclip.engine.micro_batching import rows_of
+from ghostclip.engine.micro_batching import slice_rows
 from ghostclip.errors import is_out_of_memory
 
 
@@ -165,7 +165,7 @@ class Bag(dict):
 
 def test_rows_are_taken_from_any_nesting() -> None:
     numbers = torch.arange(12).view(6, 2)
-    found = rows_of(Bag(a=[numbers, (numbers, None)], b=Pair(numbers, numbers[:, 0])), 6, 2, 4)
+    found = slice_rows(Bag(a=[numbers, (numbers, None)], b=Pair(numbers, numbers[:, 0])), 6, 2, 4)
     assert type(found) is Bag
     assert type(found["b"]) is Pair
     for part in (found["a"][0], found["a"][1][0], found["b"].left):
@@ -173,4 +173,4 @@ def test_rows_are_taken_from_any_nesting() -> None:
     assert found["b"].right.tolist() == [4, 6]
     for wrong in (numbers[:5], torch.tensor(1), ["a"], {"x": 3}, Pair(numbers, "text"), numbers.to_sparse()):
         with pytest.raises(TypeError, match=r"it holds (a tensor|something)"):
-            rows_of(wrong, 6, 2, 4)
+            slice_rows(wrong, 6, 2, 4)

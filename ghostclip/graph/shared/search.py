@@ -30,12 +30,12 @@ __all__ = [
     "edges_above",
     "edges_near",
     "edges_of",
-    "given_shared",
     "may_be_shared",
     "mixes",
     "reads_examples",
+    "region_up_to_losses",
+    "shared_input_error",
     "shared_part",
-    "without_boundaries",
 ]
 
 
@@ -153,7 +153,7 @@ def shared_part(
     )  # fmt: skip
 
 
-def given_shared(call: LayerCall, names: ParameterNames) -> UnsupportedModelError:
+def shared_input_error(call: LayerCall, names: ParameterNames) -> UnsupportedModelError:
     """The error about a layer that is given what all examples share."""
     return UnsupportedModelError(
         f"{names.layer(call)} is given a tensor that all examples share, in the place of one with examples; expand it "
@@ -262,7 +262,7 @@ def mixes(node: Any, names: ParameterNames) -> UnsupportedModelError:
     )  # fmt: skip
 
 
-def without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> SharedSubgraph:
+def region_up_to_losses(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> SharedSubgraph:
     """What parameters outside of layers, and those of ``shared``, reach, with the losses as the only boundary.
 
     For a batch of one example, to which everything belongs; for one of none, in which nothing has a gradient.

@@ -1,4 +1,4 @@
-"""What was agreed before training: how many steps, and of each its noise, batch size, thresholds and charge."""
+"""What is planned before training: how many steps, and for each its noise, batch size, thresholds and charge."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ghostclip.noise import Correlation
 from ghostclip.sampling import CyclicPoisson, LogicalBatches, Scheme
 from ghostclip.validate import nonnegative, open_fraction, positive, positive_int
 
-__all__ = ["MOST", "StepTerms", "Terms", "new_name"]
+__all__ = ["MOST", "StepPlan", "StepSettings", "new_name"]
 
 # More steps than anyone takes.
 MOST = 10**6
 
 
 @dataclass(frozen=True)
-class Terms:
+class StepSettings:
     """What holds for one step.
 
     Attributes:
@@ -32,7 +32,7 @@ class Terms:
         batch_size: what the noisy sum is divided by; public.
         event: what the step is charged as, with a count of 1.
         threshold_factor: the thresholds over the policy's.
-        left: how many steps have these terms from this one on.
+        left: how many steps have these settings from this one on.
     """
 
     noise_multiplier: float
@@ -42,8 +42,8 @@ class Terms:
     left: int = MOST
 
 
-class StepTerms:
-    """Terms of every step, by its number among the steps of the model.
+class StepPlan:
+    """The settings of every step, by its number among the steps of the model.
 
     Args:
         schedule, target_delta: as for `PrivacyEngine`.
@@ -120,8 +120,8 @@ class StepTerms:
         self.began, self.mechanism = began, name
         noise = self.noise_multiplier
         self.events = self._events(noise if self.before.private else 0.0)
-        self._terms = [
-            Terms(noise * stage.noise_factor, scheme.batch_size, replace(event, count=1), stage.threshold_factor)
+        self._settings = [
+            StepSettings(noise * stage.noise_factor, scheme.batch_size, replace(event, count=1), stage.threshold_factor)
             for stage, scheme, event in zip(self._schedule.stages, self._schemes, self.events, strict=True)
         ]
 
@@ -193,18 +193,18 @@ class StepTerms:
             for scheme, factor, count in zip(self._schemes, factors, counts, strict=True)
         ]
 
-    def at(self, step: int) -> Terms:
-        """The terms of a step, from 0."""
+    def at(self, step: int) -> StepSettings:
+        """The settings of a step, from 0."""
         number, left = self._schedule.at(step)
-        return self._terms[number] if left is None else replace(self._terms[number], left=left)
+        return self._settings[number] if left is None else replace(self._settings[number], left=left)
 
     def further(self, done: int, steps: int) -> Sequence[Event]:
         """What ``steps`` steps after the first ``done`` are charged as."""
         found = []
         while steps:
-            terms = self.at(done)
-            count = min(steps, terms.left)
-            found.append(replace(terms.event, count=count))
+            settings = self.at(done)
+            count = min(steps, settings.left)
+            found.append(replace(settings.event, count=count))
             done, steps = done + count, steps - count
         return found
 
