@@ -172,7 +172,7 @@ class NormCollector(TermReceiver):
         self._keep, self._room, self._exact = keep, room, exact
         self.takes_pairs = keep is not Keep.MATERIALISED
         self._measured: list[SquaredNorms] = []
-        # What is computed again in order not to be kept is not kept here, either, unless it takes little: adapters of
+        # Of layers under activation checkpointing no terms are kept, unless they take little: adapters of
         # rank 16 have small gradients of many examples, and a second backward would compute all blocks once more.
         self.not_kept = set[int]()
         self._materialised = set[int]()

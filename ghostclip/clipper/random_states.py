@@ -18,7 +18,7 @@ __all__ = ["drawing_from", "random_states", "set_random_states"]
 
 
 def random_states() -> tuple[Any, ...]:
-    """Those that are there now; they equal earlier ones unless random numbers were drawn."""
+    """The states of all generators now; they equal earlier ones unless random numbers were drawn."""
     name, keys, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     of_torch = [each.numpy().tobytes() for each in (torch.get_rng_state(), *cuda)]

@@ -74,7 +74,7 @@ class TwoPasses(FirstPasses):
 
     Attributes:
         left_out: whether the last `clip` left out an example that wasn't finite.
-        threshold_factor: the thresholds over the policy's, which is applied to gradients divided by it.
+        threshold_factor: the thresholds in force over the policy's. The policy is given norms divided by it.
     """
 
     left_out: bool = False
@@ -101,7 +101,7 @@ class TwoPasses(FirstPasses):
             return norms, weights
 
     def new_sums(self) -> ParameterSums:
-        """Whose ``add`` takes what `clip` hands over."""
+        """An empty accumulator, whose ``add`` is to be given to `clip`."""
         return ParameterSums(self.parameters)
 
     def _measured(self, losses: Tensor, retain_graph: bool) -> tuple[NormCollector, Any, Any, Tensor | None]:
@@ -110,7 +110,7 @@ class TwoPasses(FirstPasses):
         norms, bounds = self.norms_and_bounds(run)
         finite = self._looked_at(run, norms, losses)
         if finite is not None and not may_sync(losses.device):
-            # In no form that may cancel: from what was kept, or by another first pass.
+            # Norms again, by no form whose terms may cancel: from the kept terms, or by another first pass.
             if run.unkept_calls():
                 run = self.first_pass(losses, Keep.CHOSEN, exact=True, retain_graph=True)
             else:
@@ -178,9 +178,9 @@ class TwoPasses(FirstPasses):
         sums = WeightedSums(self._by_owner(weights, run.scale), finite)
         done, wanted = run.kept_owners, run.unkept_calls()
         sums.of_kept(run.kept, add)
-        # Where the forward can't be run again, the graph stays until it is known whose all rows are.
+        # Where nothing can run the forward again, the graph stays until the second backward has checked all rows.
         losses, needed = run.losses, run.seen is not None and self.forward is None
-        # A pass to its end frees the graph in passing. To free it later would compute checkpointed blocks once more.
+        # A pass to its end frees the graph as it goes. To free it later would compute checkpointed blocks once more.
         frees = bool(wanted) and run.random_states is not None and not (retain_graph or needed)
         whole = frees or len(wanted) == len(run.calls)
         with translated_errors(), self.sharding.unsharded_parameters():
@@ -222,7 +222,7 @@ class WeightedSums:
 
     @torch.no_grad()
     def of_kept(self, kept: Kept, add: Add) -> None:
-        """Those of what a first pass kept; each term is freed once it is summed."""
+        """Adds the weighted sums of the terms that a first pass kept; each is freed once it is summed."""
         if not kept:
             return
         with full_precision(next(iter(self.weights.values())).device):
@@ -234,12 +234,12 @@ class WeightedSums:
                     add(parts[0], self.of(parts[0], term))
 
     def of(self, part: Part, term: PerExampleGrads) -> Tensor:
-        """That of one term."""
+        """The weighted sum of one term."""
         term = term if self.finite is None else term.keep_only(self.finite)
         return term.weighted_sum(self.weights[part[0]])
 
     def of_pair(self, parts: Sequence[Part], pair: LinearPair, add: Add) -> None:
-        """Those of a linear layer's parameters, at once where they have the same weights."""
+        """Adds the weighted sums of a linear layer's parameters, by one product where they have the same weights."""
         pair = pair if self.finite is None else pair.keep_only(self.finite)
         weights = [self.weights[owner] for owner, _ in parts]
         if len(set(map(id, weights))) == 1:

@@ -28,7 +28,7 @@ LARGE = 16.0
 
 
 def figures(norms: Tensor, marks: Tensor | None) -> Tensor:
-    """What `rings` decides by, [3]: the largest norm, and both sides of the correlation of ranks of norms and marks.
+    """What `rings` is given, [3]: the largest norm, and both sides of the correlation of ranks of norms and marks.
 
     Args:
         norms: [B].
@@ -50,7 +50,7 @@ def rings(found: Sequence[float], examples: int, largest: float, again: bool) ->
         found: `figures`.
         examples: B.
         largest: norm of an example that was measured in a graph like this; 0 where there is none.
-        again: whether a false alarm costs another forward only; else the batch is refused.
+        again: whether the batch can be tried again; else an alarm refuses it.
     """
     top, correlated, spread = found
     if not math.isfinite(top) or not spread:  # an example that isn't finite has no rank

@@ -29,7 +29,7 @@ from ghostclip.graph.overwritten import FindForward
 from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
-from ghostclip.graph.row_layout import RowLayout, ZeroGradientCheck, check_calls, nobody, row_layout
+from ghostclip.graph.row_layout import RowLayout, ZeroGradientCheck, any_owner, check_calls, row_layout
 from ghostclip.graph.shared.known import KnownShared
 from ghostclip.graph.shared.search import region_up_to_losses
 from ghostclip.native.custom_ops import is_traced
@@ -44,7 +44,8 @@ MOVED = (
 )
 # Every so many batches of a structure are measured, and so many where gradients are float16.
 EVERY, EVERY_HALF = 128, 16
-# Of the others one in so many, at random, is watched by marks. In a small network that takes as long as half a step.
+# Of batches that aren't measured one in so many, at random, is watched by marks, which takes half a step of a small
+# network.
 WATCHED = 16
 # Structures whose largest norm is below it aren't watched: beside marks of 2 ** -15 squares would leave float32.
 SMALL = 1e-8
@@ -95,7 +96,7 @@ class _Structure:
         batches: how many there were.
         layout: as it was found, where it is taken to hold; None: the next batch is measured.
         always: whether every batch is measured, since one was irregular, or refused.
-        unsettled: whether the last batch whose tensors were all looked at showed a layout that may not be stored.
+        unsettled: whether the last full measurement, of all tensors, gave a layout that may not be stored.
         shared: what all examples share, where it was shown not to depend on them; None: that isn't known.
         largest_norm: of an example in a batch that was measured.
     """
@@ -134,7 +135,7 @@ class Layouts:
         Args:
             losses, uses, names: what `read_graph` was given and found.
             forward: finds what runs the forward again on other examples; None where nothing can.
-            indices: whose the rows are that somebody says; they must agree.
+            indices: owners of rows as the user gave them (``batch_index``); what is measured must agree with them.
             anew: measure this batch whatever is known.
             hold: where the layout isn't to be stored, hold the gradients of the backward from ones, so that no other is
                 needed for the norms.
@@ -242,7 +243,7 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
         structure.always = True
         raise
     rows: dict[Subject, Rows] = {
-        call: found.owned[call].rows or Rows(call.batch_dim, nobody(call, examples)) for call in uses.calls
+        call: found.owned[call].rows or Rows(call.batch_dim, any_owner(call, examples)) for call in uses.calls
     }
     return row_layout(
         uses, rows, found.region, examples, stored=structure.layout is not None, measured=True,

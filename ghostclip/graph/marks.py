@@ -13,11 +13,11 @@ from torch import Tensor
 
 __all__ = ["MarkScheme", "compared", "numbers", "numbers_by_dim"]
 
-# An example's gradients are divided by at most 2 ** FARTHEST to bring them to the size of the smallest example's. For
-# sizes 2 ** 40, 1 and 2 ** 3 these are 2 ** 40, 1 and 2 ** 3.
+# An example's gradients are divided by their size over the smallest example's, at most by 2 ** FARTHEST: those of sizes
+# 2 ** 40, 1 and 2 ** 3 by 2 ** 40, 1 and 2 ** 3.
 FARTHEST = 80.0
-# Examples below 2 ** SMALLEST don't set that size, and no gradient is divided to below 2 ** LOWEST: beside marks it
-# would leave float32.
+# Sizes below 2 ** SMALLEST count as that, and no gradient is divided to below 2 ** LOWEST: times a mark it would leave
+# float32.
 SMALLEST, LOWEST = -30.0, -60.0
 # The longest direction that is remembered; a longer one is drawn again, 4 ns an entry.
 REMEMBERED = 1 << 22
@@ -35,8 +35,8 @@ class MarkScheme:
         levels, lowest: marks are 2 ** lowest to 2 ** (lowest + levels - 1). Where ownership is measured all are less
             than ``plain``: a backward that normalizes what it is given returns every row as it was, as if its mark were
             ``plain``.
-        tolerance: what share of its largest entry a row may be off, before it isn't multiplied with its mark.
-        rounding: what share it may be off where one example alone has a part in it.
+        tolerance: a row whose error, relative to its largest entry, is above it doesn't fit its mark.
+        rounding: the largest such error of a row in which one example alone has a part.
         floor: rows whose largest entry is no larger show nothing. None: a large multiple of the smallest normal number,
             below which rounding doesn't scale with a mark.
         plain: what the unmarked losses are multiplied with.
@@ -117,7 +117,7 @@ def _alike(sizes: Tensor) -> Tensor:
 
 
 def numbers(grad: Tensor, dim: int) -> Tensor:
-    """[2, rows]: of each row of a gradient along one dimension its largest entry and a fixed random projection."""
+    """[2, rows]: the largest magnitude in each row along one dimension, and the row's product with a fixed vector."""
     rows = _real(grad).movedim(dim, 0)
     return _of_first(rows, rows, rows)
 

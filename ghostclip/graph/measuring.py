@@ -47,7 +47,7 @@ class Batch:
     Attributes:
         losses, uses, names: what `read_graph` was given and found.
         forward: returns what runs the forward again on other examples, or None where nothing can.
-        indices: whose the rows are that somebody says.
+        indices: owners of rows as the user gave them (``batch_index``).
         keep_resident: called with Parameters whose values are needed after a backward, too.
     """
 

@@ -60,7 +60,7 @@ class Movements:
 
 
 def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Collection[Any] = ()) -> Movements | None:
-    """What moves rows in graphs like this one, of so many examples; None: something that can't be looked at.
+    """The operations to look at in every batch of this structure; None where one can't be looked at.
 
     Args:
         uses: of the graph.
@@ -72,7 +72,7 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
     # Checkpointing computes a block again for whatever is read of it, and keeps what it computed.
     recomputed = any(call.has_saved_tensor_hooks for call in uses.calls)
     by_lengths = any(call.lengths and call.sources for call in uses.calls)
-    # A tensor of the examples that belongs to one of them along no dimension.
+    # Whether the rows of some tensor of the examples have several owners along every dimension.
     spread = any(each.is_shared and node not in constant for (node, _), each in owned.items())
     if uses.hooked or by_lengths or spread:
         return None
@@ -83,7 +83,7 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
         if (word := op.word_of(node)) in op.INDEXED:
             edge = _subject(node, word)
             rows, along = _rows(edge, owned), saved_dimensions(node, len(_shape(edge)))
-            # Rows of a table move to where the examples are, which the result shows.
+            # Lookups in a shared table are left out: the owners of rows of their outputs were measured.
             if edge[0] in constant or (rows is not None and along and rows.dim not in along):
                 continue
             if word in op.BY_VALUE:

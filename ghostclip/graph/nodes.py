@@ -56,7 +56,7 @@ def number_of(signature: Any) -> int:
 
 @functools.cache
 def signature_of(kind: type) -> Callable[[Any], Any] | None:
-    """What gives all that a node of this type saved, beside tensors, factors and sizes; None where there is nothing.
+    """A function that reads what a node of this type saved but for tensors, factors and sizes; None: it saves nothing.
 
     ``rot90`` by 1 and by 3 have two signatures. ``h[:, :-1]`` has one at every length of ``h``. A tensor isn't read,
     since that would unpack it.

@@ -48,7 +48,7 @@ ALONG = _words("""
 # Sums over a dimension that both factors have.
 PRODUCTS = _words("Addbmm Addmm Addmv Baddbmm Bmm Dot GroupedMm Linear Matmul Mm Mv Vdot")
 ATTENTION = re.compile("ScaledDotProduct|FlashAttention|EfficientAttention|CudnnAttention")
-# Whose entries come from places that indices name.
+# Operations whose entries come from places that indices name.
 INDEXED = _words("""
     Embedding EmbeddingBag Flip Gather GridSampler2D GridSampler2DCpuFallback GridSampler3D Index IndexAdd IndexCopy
     IndexFill IndexPut IndexReduce IndexSelect MaskedScatter MaskedSelect MaxUnpool2D MaxUnpool3D Put Roll Scatter
@@ -65,7 +65,7 @@ COPY_INTO_SLICES = "torch::autograd::CopySlices"
 VIEWS = {"View", "ReshapeAlias", "UnsafeView", "ReshapeCopy"}
 # Their results may have other dimensions than their first inputs.
 OTHER_DIMENSIONS = {EMBEDDING, "Index", "Take"}
-# What hides an index, a mask or the like among what it is given: it doesn't depend on its inputs in the graph alone.
+# Operations that are given an index, a mask or the like beside their inputs in the graph.
 HIDING_CONSTANTS = (INDEXED - {"Flip", "Roll", "Sort", "Topk"}) | {
     "Where", "MaskedFill", "NativeDropout", "NllLoss", "NllLoss2D", "CtcLoss", "CudnnCtcLoss", "BinaryCrossEntropy",
     "BinaryCrossEntropyWithLogits", "RreluWithNoise", "NativeBatchNorm", "BatchNormNoUpdate",
@@ -88,7 +88,7 @@ FIRST = {"AffineGridGenerator", "BatchNormNoUpdate", "Col2Im", "ConvDepthwise2D"
          "WeightNormInterface"}  # fmt: skip
 # These have channels in the second dimension and, while training, go along all others.
 BY_CHANNEL = {"CudnnBatchNorm", "NativeBatchNorm"}
-# Whose dimension alone doesn't say whether the examples move.
+# Operations that move rows or don't, depending on the values of their indices.
 BY_VALUE = {"Index", "IndexPut", "UnsafeIndex", "UnsafeIndexPut", "IndexSelect", MASKED_SCATTER, "Embedding", "Gather",
              "Scatter", "ScatterAdd", "ScatterReduce", "IndexAdd", "IndexCopy", "IndexFill", "IndexReduce",
              COPY_INTO_SLICES}  # fmt: skip

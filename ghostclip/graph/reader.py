@@ -82,7 +82,7 @@ class Uses:
 
     @functools.cached_property
     def consumers(self) -> Mapping[Any, list[Any]]:
-        """{node: what its outputs went into}, a consumer as often as it was given one."""
+        """{node: the nodes that its outputs are inputs of}, each as often as it has one."""
         found: dict[Any, list[Any]] = {node: [] for node in self.nodes}
         for node in self.nodes:
             for below, _ in inputs_of(node):
@@ -111,7 +111,7 @@ class Uses:
 
     @functools.cached_property
     def weights(self) -> set[Any]:
-        """Of these, those that no operation expanded, so that none of their rows are for one example."""
+        """`made_of_parameters` without what was expanded or repeated: none of their rows are for one example."""
         return self._made_of_parameters(lambda node: not (hides_constants(node) or word_of(node) in EXPANDING))
 
     def _made_of_parameters(self, by: Callable[[Any], bool]) -> set[Any]:
@@ -124,9 +124,9 @@ class Uses:
 
     @functools.cached_property
     def weights_alone(self) -> list[Edge]:
-        """The weights that are given to operations that have nothing of a layer, as ``p * x`` of data x.
+        """Edges at which a weight enters an operation with no layer below it, as ``p * x`` of data x.
 
-        A backward that ends there, and at layers, comes to all above it but the weights' own nodes.
+        A backward that ends there, and at layers, visits all other nodes above parameters.
         """
         ends, reached = dict[Edge, None](), set(self.capturing.values())
         for node in from_below(self.nodes[0]) if self.leaves else ():

@@ -19,7 +19,7 @@ from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall, Sink
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["RowLayout", "ZeroGradientCheck", "check_calls", "nobody", "row_layout"]
+__all__ = ["RowLayout", "ZeroGradientCheck", "any_owner", "check_calls", "row_layout"]
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def row_layout(
     return RowLayout([*calls, *region.uses], regrouping, {**rows, **met}, **rest)
 
 
-def nobody(call: LayerCall, examples: int) -> RowIndex:
-    """The order of rows that can't be in order, and whose gradient is zero: they may be anybody's."""
+def any_owner(call: LayerCall, examples: int) -> RowIndex:
+    """Gives all rows of a use whose gradient is zero to example 0: their owner doesn't matter."""
     return RowIndex(torch.zeros(call.shape[call.batch_dim], dtype=torch.int64, device=call.device), examples)
 
 

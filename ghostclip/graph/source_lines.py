@@ -25,12 +25,12 @@ FRAME = re.compile(r'File "(.+)", line (\d+)')
 
 
 def current_line() -> str:
-    """That of the call that is going on, "file:line: source"; "" where all of it is torch's and ours."""
+    """The user's line that is being executed, "file:line: source"; "" where all lines are torch's and ours."""
     return _innermost((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
 
 
 def line_of(place: Any, graphs: Iterable[Tensor]) -> str:
-    """That of a gradient node or a layer's use in the graphs of some losses; "" where nothing is known of it.
+    """The user's line that made a gradient node, or used a layer, in the graphs of some losses; "" where unknown.
 
     torch keeps it for nodes that were made in anomaly mode.
     """

@@ -107,8 +107,8 @@ def _of_grouped_product(boundary: BroadcastBoundary, grad: Tensor, slot: int) ->
     stops = boundary.node._saved_offs.tolist()
     if stops[-1:] != [len(grad)]:
         raise UnsupportedModelError(
-            f"only {stops[-1]} of {len(grad)} rows in a grouped product belong to an expert, by its "
-            "offs; leave out the rows that meet no expert, or, where devices share experts, keep all on each"
+            f"``offs`` of a grouped product gives only {stops[-1]} of its {len(grad)} rows to an expert; leave out the "
+            "others, or, where experts are spread over devices, keep all of them on each"
         )
     x, (_, transposed) = boundary.node._saved_self, untransposed(boundary.input(slot))
     left, right = (grad, x) if transposed else (x, grad)

@@ -37,7 +37,7 @@ class KnownShared:
 
     @classmethod
     def of(cls, uses: Uses, owned: Mapping[Subject, Owned], region: SharedSubgraph | None) -> KnownShared:
-        """That of a graph, to be found again in others."""
+        """The record of a graph that was measured, by which its shared part is found in others."""
         rows = [owned[call].rows for call in uses.calls]
         layers = [None if each is None else each.dim for each in rows]
         if region is None:

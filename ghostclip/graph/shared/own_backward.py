@@ -97,9 +97,9 @@ class OwnBackward:
         return found
 
     def _reads(self, wrong: list[Tensor], entries: Tensor, grad: Tensor, slots: Sequence[int]) -> bool:
-        """Whether numbers that the operation kept, and which are not finite, are of the example with these entries.
+        """Whether the gradients of the example with these entries depend on numbers kept that are not finite.
 
-        Then the example's gradients are others if these numbers are. (Its gradient at the output may be zero.)
+        They do if 0.25 in their place gives other gradients than 0.75. (The gradient at the output may be zero.)
         """
         seed = self._alone(entries, torch.ones_like(grad))
         with _replaced(wrong, 0.25):

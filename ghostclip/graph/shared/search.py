@@ -40,13 +40,13 @@ __all__ = [
 
 
 class Doubt(enum.Enum):
-    """Which of the doubtful tensors, whose rows may have several owners (`Owned.open`), count as shared.
+    """Which tensors count as shared though their rows fit one owner, where mixing isn't ruled out (`Owned.open`).
 
-    ALL: all.
-    IRREGULAR: those whose rows are in no order; and those in order of which no row can be read (`Owned.unread`), unless
-    a layer with an input in the graph gave them.
-    NOTHING: those whose rows are in no order, if these fit only loosely (small examples may have a part in them); and
-    what a layer gave without an input in the graph, if none of its rows can be read.
+    ALL: each of them.
+    IRREGULAR: those with rows in no order. Also those with rows in order of which none could be read (`Owned.unread`),
+    but for outputs of layers that have an input in the graph.
+    NOTHING: those with rows in no order, some of which fit only within the tolerance. Also outputs of layers without an
+    input in the graph, of which no row could be read.
     """
 
     ALL = enum.auto()
@@ -128,7 +128,7 @@ def shared_part(
             call = getattr(node, "call", None)
             subjects = [call] if isinstance(call, LayerCall) and call in owned else outputs.get(node, ())
             doubted = [owned[each] for each in subjects if may_be_shared(each, owned[each], doubt)]
-            # It was given what all examples share; of its rows nothing else is sure.
+            # This layer has a shared input and rows that nobody is sure of: it counts as shared, too.
             if isinstance(call, LayerCall) and call in owned and (owned[call].zero or owned[call].open):
                 tables[node] = call
             of_one = all(each.is_of_one for each in doubted) and reads_examples(node, shared)
@@ -194,10 +194,10 @@ def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
         return False
     if not isinstance(subject, LayerCall):
         return True
-    # Of other rows nothing is known, as beside a huge example, or where none is finite.
+    # Rows that could not be read, as beside a huge example or where none is finite, may be anybody's.
     if found.unread or not (found.is_regular or found.shown or (given and found.is_of_one)):
         return True
-    # A layer that was given examples was given them in rows.
+    # A layer with an input in the graph has its examples in rows.
     return not given and subject.layer.reads_indices
 
 

@@ -43,7 +43,7 @@ class SharedSubgraph:
         calls: {capturing node: call} of layers that saw no examples.
         shared: all of its nodes; empty where it was found again by a stored layout.
         shown: whether it was shown to be the same whatever the examples are.
-        given: layers with examples that are given what all share; there is no rule for them.
+        given: layers with a shared input and an output with examples, for which there is no rule.
         silent: tensors with a gradient of zeros where something shared may meet the examples.
         uses: of its parameters in a pass, with their gradients by example.
         watch: told (tensor, gradient) of each boundary in a pass that measures.
