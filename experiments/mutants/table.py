@@ -770,8 +770,8 @@ FUZZED = [
     Mutant(
         "a fork goes on with the mechanism of its parent",
         "ghostclip/engine/mechanism.py",
-        "        if any(self._ranks.gathered(self._is_broken())):\n",
-        "        if self._history is not None and any(self._ranks.gathered(self._is_broken())):\n",
+        "        if any(self._ranks.all_gathered(self._is_broken())):\n",
+        "        if self._history is not None and any(self._ranks.all_gathered(self._is_broken())):\n",
         ("tests/privacy/test_correlated_noise.py", "-k", "fork_begins"),
     ),
 ]
@@ -1360,14 +1360,14 @@ MISUSE = [
     Mutant(
         "leaving the physical batches is taken for an exception",
         RELEASE,
-        "(self.state is BatchState.GATHERING and not new_loop)",
+        "(self.state is BatchState.ACCUMULATING and not new_loop)",
         "False",
         (*TAKEN_TURNS, "-k", "without_a_step"),
     ),
     Mutant(
         "an exception excuses a batch that went on",
         RELEASE,
-        "            self.batch.state = BatchState.GATHERING\n",
+        "            self.batch.state = BatchState.ACCUMULATING\n",
         "            pass\n",
         (*TAKEN_TURNS, "-k", "mended"),
     ),
@@ -2226,7 +2226,7 @@ OF_COMPANY = [
     Mutant(
         "noise that was interrupted on another rank is gone on with",
         "ghostclip/engine/mechanism.py",
-        "any(self._ranks.gathered(self._is_broken()))",
+        "any(self._ranks.all_gathered(self._is_broken()))",
         "self._ranks.led(self._is_broken)",
         ("tests/engine/test_fsdp_correlation.py", "-k", "interrupted"),
     ),

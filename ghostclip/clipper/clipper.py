@@ -202,7 +202,7 @@ class GhostClipper(RefusesNames):
         """
         if per is not None:
             one_of(("layer", "parameter"), per=per)
-        with self.sharding.gathered(), self.indexed(batch_index, losses):
+        with self.sharding.unsharded_values(), self.indexed(batch_index, losses):
             self.check_whole()
             run = self.passes.measure(losses, retain_graph=retain_graph)
         if per is None:
@@ -220,7 +220,7 @@ class GhostClipper(RefusesNames):
 
         Raises as `norms` does.
         """
-        with self.sharding.gathered(), self.indexed(batch_index, losses):
+        with self.sharding.unsharded_values(), self.indexed(batch_index, losses):
             self.check_whole()
             return self.passes.first_pass(losses, Keep.MATERIALISED, retain_graph=retain_graph).per_example_grads()
 
@@ -350,5 +350,5 @@ class GhostClipper(RefusesNames):
         Raises:
             VerificationError: a norm or sum differs by more than ``tolerance``; the message names the layers.
         """
-        with self.sharding.gathered():
+        with self.sharding.unsharded_values():
             return compare_with_loop(self, loss_fn, batch, tolerance)

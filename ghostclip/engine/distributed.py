@@ -88,7 +88,7 @@ class Ranks:
             PrivacyError: another rank failed, or ranks differ in what must be the same.
         """
         self._word = Word.GIVEN
-        said = self.gathered({"failed": None, **facts})
+        said = self.all_gathered({"failed": None, **facts})
         for rank, each in enumerate(said):
             if each["failed"] is not None:
                 raise PrivacyError(
@@ -111,7 +111,7 @@ class Ranks:
         self.agree({})
         return done
 
-    def tell(self, problem: Exception) -> None:
+    def report_failure(self, problem: Exception) -> None:
         """Sends this rank's failure to ranks that wait in `agree` for the current batch, which then raise it, too."""
         if self._word is Word.AWAITED:
             self._word = Word.GIVEN
@@ -126,11 +126,11 @@ class Ranks:
     def _refuse(self, problem: Exception) -> None:
         """Takes part in the `agree` that the other ranks wait in, with what failed here; raises nothing for it."""
         if self.size > 1:
-            self.gathered({"failed": _told(problem)})
+            self.all_gathered({"failed": _told(problem)})
 
     def check_alike(self, facts: Mapping[str, Any], where: str) -> None:
         """Raises PrivacyError unless all ranks have the same facts; ``where`` they must."""
-        _refuse_differences(self.gathered(facts), where)
+        _refuse_differences(self.all_gathered(facts), where)
 
     def led(self, work: Callable[[], T]) -> T:
         """What ``work`` returns on the leading rank, where alone it runs; raises on all ranks what it raises."""
@@ -152,7 +152,7 @@ class Ranks:
             raise KINDS[kind](f"{message} (on rank 0, which leads)")
         return told[1]
 
-    def gathered(self, value: T) -> list[T]:
+    def all_gathered(self, value: T) -> list[T]:
         """The values of all ranks, in their order; plain data."""
         found: list[Any] = [value] * self.size
         if self.size > 1:

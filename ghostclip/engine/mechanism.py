@@ -64,7 +64,7 @@ class Mechanism(Noise):
 
     def charge(self, settings: StepSettings) -> None:
         """`Spending.charge`, under the mechanism's name; after an interruption or a fork under a new one."""
-        if any(self._ranks.gathered(self._is_broken())):
+        if any(self._ranks.all_gathered(self._is_broken())):
             self.begin(self._plan.began + self._charged())
         self._spending.charge(replace(settings, event=within(settings.event, self._plan.mechanism)))
 

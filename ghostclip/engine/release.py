@@ -132,7 +132,7 @@ class Release:
         """
         try:
             self.updates.check()
-            if self.state is BatchState.COMPLETE or (self.state is BatchState.GATHERING and not new_loop):
+            if self.state is BatchState.COMPLETE or (self.state is BatchState.ACCUMULATING and not new_loop):
                 raise PrivacyError(NO_STEP)
         except PrivacyError as problem:
             # Other ranks may be in the step of the batch that isn't taken here.
@@ -217,7 +217,7 @@ class Release:
     def saw(self, result: ClippingResult) -> None:
         """Records the result of a physical batch whose sums were added; a batch that had failed before goes on."""
         if self.batch is not None and self.batch.state is BatchState.FAILED:
-            self.batch.state = BatchState.GATHERING
+            self.batch.state = BatchState.ACCUMULATING
         self._readable.saw(result, self.clipper.passes.left_out)
         if self._adaptation is not None:
             self._adaptation.saw(self.clipper.passes.scaled(result.norms))
@@ -295,7 +295,7 @@ class Release:
         """The release failed: where it is charged already, some gradients may have their noise and some not."""
         self.failed()
         if isinstance(failure, Exception):
-            self.ranks.tell(failure)
+            self.ranks.report_failure(failure)
         if self.state is BatchState.CHARGED:
             self._end(BatchState.CHARGED)
             self.sums.drop_gradients()

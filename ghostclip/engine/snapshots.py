@@ -114,7 +114,7 @@ class Snapshots:
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None) -> None:
         """See `PrivacyEngine.save`."""
         self.ranks.agreed(self._check_savable)
-        states = self.ranks.gathered(random_states())
+        states = self.ranks.all_gathered(random_states())
         # All ranks ask together for what is sharded.
         model = {name: self.ranks.whole(value) for name, value in self.model.state_dict().items()}
         optimizer = tree_map(self.ranks.whole, optimizer_state(self.optimizer))

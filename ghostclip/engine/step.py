@@ -81,9 +81,9 @@ class LogicalStep:
             losses = loss_fn(self._model, piece.examples)
             if self._scaling.is_dynamic:
                 self._scaling.refuse_scaled(losses)
-            return self._gather(losses, piece)
+            return self._accumulate(losses, piece)
 
-    def _gather(self, losses: Tensor, piece: Piece, retain_graph: bool = False) -> ClippingResult:
+    def _accumulate(self, losses: Tensor, piece: Piece, retain_graph: bool = False) -> ClippingResult:
         """Adds the clipped sum of the gradients behind losses [rows] to the sums of the logical batch."""
         passes, release = self._clipper.passes, self.release
         _check_count(losses, piece)
@@ -138,11 +138,11 @@ class LogicalStep:
             self._self_check.cannot_compare()
             losses = self._scaling.unscaled(losses)
             try:
-                return self._gather(losses, piece, retain_graph)
+                return self._accumulate(losses, piece, retain_graph)
             except RowsMovedError as error:
                 if not error.graph_stays:
                     raise
-            return self._gather(losses, piece, retain_graph)
+            return self._accumulate(losses, piece, retain_graph)
         except BaseException:
             self.release.failed()
             raise
@@ -196,7 +196,7 @@ class LogicalStep:
     def abandon(self, failure: BaseException) -> None:
         """Ends the logical batch after a failure wherever in its step: nothing stands in the way of the next one."""
         if isinstance(failure, Exception):
-            self.release.ranks.tell(failure)
+            self.release.ranks.report_failure(failure)
         self.begin(None)
         if self._sums.is_released():
             self._sums.drop_gradients()

@@ -14,7 +14,7 @@ __all__ = ["BatchOwner", "BatchState", "LogicalBatch", "Unowned"]
 
 
 class BatchState(enum.Enum):
-    """How far a logical batch is: from GATHERING by COMPLETE, CHARGED and RELEASED to STEPPED, as a rule.
+    """How far a logical batch is: from ACCUMULATING by COMPLETE, CHARGED and RELEASED to STEPPED, as a rule.
 
     One whose step was missed is LEFT; it is CHARGED for good where it was discarded on purpose, or where its release
     failed after the charge. An empty one begins as COMPLETE, so that it isn't left out without a charge.
@@ -23,7 +23,7 @@ class BatchState(enum.Enum):
         is_open: whether a step may still be taken.
     """
 
-    GATHERING = "its physical batches are handed out, and their clipped sums gathered", True
+    ACCUMULATING = "its physical batches are handed out, and their clipped sums added up", True
     COMPLETE = "the loop over its physical batches is over", True
     FAILED = "work of the package with it raised an exception; what it gathered may be completed, or left", True
     LEFT = "it was over without a step", False
@@ -89,7 +89,7 @@ class LogicalBatch:
         self.sizes = [len(rows) for rows, _ in physical]
         self.users: list[UserRows | None] = [users for _, users in physical]
         self.handed = 0
-        self.state = BatchState.GATHERING if self.sizes else BatchState.COMPLETE
+        self.state = BatchState.ACCUMULATING if self.sizes else BatchState.COMPLETE
         self._load, self._owner = load, owner
         self._functions: list[Callable[[Any], Any]] = []
         self._started = False
@@ -97,7 +97,7 @@ class LogicalBatch:
     def __repr__(self) -> str:
         """Says how far it is, and nothing of its size."""
         started = "handed out in part" if self.handed else "not yet used"
-        known = self.state in (BatchState.GATHERING, BatchState.COMPLETE)
+        known = self.state in (BatchState.ACCUMULATING, BatchState.COMPLETE)
         return f"LogicalBatch(step {self.step_number}, {started if known else self.state.name.lower()})"
 
     def physical(self) -> Iterator[Any]:
@@ -163,5 +163,5 @@ class LogicalBatch:
                 self._owner.left(self)
             raise
         # The last statement: wherever Ctrl-C comes before it, the next loop goes on.
-        if self.state is BatchState.GATHERING:
+        if self.state is BatchState.ACCUMULATING:
             self.state = BatchState.COMPLETE

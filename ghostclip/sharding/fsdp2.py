@@ -5,7 +5,7 @@ ranks differ in the number of physical batches, in the graphs that they measure,
 ran out.
 So each exchange in a logical batch is a round of all ranks. In it every rank says what it needs, maybe nothing, and
 all take part in whatever any of them needs. A rank at the end of its part serves the others. For a clipper alone, in
-`FullySharded.gathered`, all values are gathered at once, and nothing in there waits for another rank.
+`FullySharded.unsharded_values`, all values are gathered at once, and nothing in there waits for another rank.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class FullySharded(Sharding):
                 group.keep_resident()
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def unsharded_values(self) -> Iterator[None]:
         if self._opened:
             yield
             return
@@ -182,7 +182,7 @@ class FullySharded(Sharding):
             return
         failure: Exception | None = None
         try:
-            with self.gathered():
+            with self.unsharded_values():
                 try:
                     self._check_grads()
                     yield

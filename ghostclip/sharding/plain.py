@@ -79,7 +79,7 @@ class Sharding:
     def keep_resident(self, parameters: Collection[nn.Parameter]) -> None:
         """Keeps the values of some whole Parameters until `reshard`."""
 
-    def gathered(self) -> AbstractContextManager[None]:
+    def unsharded_values(self) -> AbstractContextManager[None]:
         """Inside, all whole Parameters have their values; all ranks enter it together."""
         return nullcontext()
 

@@ -79,7 +79,7 @@ class TrainLoader:
     def charge_left_out(self) -> None:
         """Charges the step of the last batch where a hook had Lightning leave it out, which may depend on the data."""
         batch, self._last = self._last, None
-        if batch is not None and batch.state in (BatchState.GATHERING, BatchState.COMPLETE) and not batch.handed:
+        if batch is not None and batch.state in (BatchState.ACCUMULATING, BatchState.COMPLETE) and not batch.handed:
             batch.discard()
 
     def state_dict(self) -> dict[str, Any]:
