@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ghostclip.clipping.policies import flat_weights
+from ghostclip.clipping.thresholds import COUNT_NOISE_SHARE, counted, followed
 from ghostclip.validate import open_fraction, positive
 
 __all__ = ["Adaptive"]
-
-# The default noise on the count is that share of the expected batch size (Andrew et al. 2021, section 3).
-COUNT_NOISE_SHARE = 0.05
-# The norm stays within this factor of where it began, so that noise alone can't carry it out of floating point.
-MOST_CHANGE = 1e12
 
 
 @dataclass(eq=False)
@@ -56,7 +50,7 @@ class Adaptive:
         self.target_quantile = open_fraction(target_quantile=self.target_quantile)
         self.learning_rate = positive(learning_rate=self.learning_rate)
         self.count_noise = None if self.count_noise is None else positive(count_noise=self.count_noise)
-        self._lowest, self._highest = self.max_norm / MOST_CHANGE, self.max_norm * MOST_CHANGE
+        self._begun = self.max_norm
 
     @property
     def sensitivity(self) -> float:
@@ -78,13 +72,12 @@ class Adaptive:
 
     def counts(self, norms: Tensor) -> Tensor:
         """[1], float64: the sum of +1/2 for norms [B] of at most ``max_norm`` and -1/2 for others (or NaN); private."""
-        return torch.where(norms <= self.max_norm, 0.5, -0.5).sum(dtype=torch.float64).view(1)
+        return counted(norms, self.max_norm).view(1)
 
     def update(self, shares: Sequence[float]) -> None:
         """Moves ``max_norm``, given a noisy share of norms of at most ``max_norm``."""
         (share,) = shares
-        moved = math.log(self.max_norm) - self.learning_rate * (share - self.target_quantile)
-        self.max_norm = math.exp(min(max(moved, math.log(self._lowest)), math.log(self._highest)))
+        self.max_norm = followed(self.max_norm, self._begun, self.learning_rate * (share - self.target_quantile))
 
     def state_dict(self) -> dict[str, Any]:
         """What training changes: ``max_norm``."""

@@ -18,12 +18,34 @@ from torch import Tensor
 from ghostclip.clipping.allocation import same_groups
 from ghostclip.validate import nonnegative, open_fraction, positive
 
-__all__ = ["ByDimension", "EqualShare", "Fixed", "JointBound", "Quantiles", "ThresholdRule"]
+__all__ = [
+    "COUNT_NOISE_SHARE",
+    "ByDimension",
+    "EqualShare",
+    "Fixed",
+    "JointBound",
+    "Quantiles",
+    "ThresholdRule",
+    "counted",
+    "followed",
+]
 
-# Thresholds that follow noisy counts stay within this factor of where they began.
+# Thresholds that follow noisy counts stay within this factor of where they began, so that noise alone can't carry them
+# out of floating point.
 MOST_CHANGE = 1e12
 # The default noise on the counts is that share of the expected batch size (Andrew et al. 2021, section 3).
 COUNT_NOISE_SHARE = 0.05
+
+
+def counted(norms: Tensor, threshold: float) -> Tensor:
+    """[], float64: the sum of +1/2 for norms [B] up to the threshold and -1/2 for others (or NaN); private."""
+    return torch.where(norms <= threshold, 0.5, -0.5).sum(dtype=torch.float64)
+
+
+def followed(threshold: float, begun: float, step: float) -> float:
+    """``threshold * exp(-step)``, within MOST_CHANGE of where it began (Andrew et al. 2021, algorithm 1)."""
+    least, most = math.log(begun / MOST_CHANGE), math.log(begun * MOST_CHANGE)
+    return math.exp(min(max(math.log(threshold) - step, least), most))
 
 
 class ThresholdRule(ABC):
@@ -197,15 +219,13 @@ class Quantiles(ThresholdRule):
 
     def counts(self, norms: Mapping[str, Tensor]) -> Tensor:
         """[K], float64: for each group the sum of +1/2 for norms [B] up to its estimate, -1/2 for others; private."""
-        within = [norms[group] <= norm for group, norm in self._now.items()]
-        return torch.stack([torch.where(each, 0.5, -0.5).sum(dtype=torch.float64) for each in within])
+        return torch.stack([counted(norms[group], norm) for group, norm in self._now.items()])
 
     def update(self, shares: Sequence[float]) -> None:
         """Moves the estimates, given each group's noisy share of norms of at most its own."""
         for group, share in zip(list(self._now), shares, strict=True):
-            low, high = self._begun[group] / MOST_CHANGE, self._begun[group] * MOST_CHANGE
-            moved = math.log(self._now[group]) - self.learning_rate * (share - self.target_quantile)
-            self._now[group] = math.exp(min(max(moved, math.log(low)), math.log(high)))
+            step = self.learning_rate * (share - self.target_quantile)
+            self._now[group] = followed(self._now[group], self._begun[group], step)
         self._now = self._floored(self._now)
 
     def _floored(self, estimates: Mapping[str, float]) -> dict[str, float]:

@@ -84,7 +84,7 @@ class Sharding:
         return nullcontext()
 
     def summed(self) -> AbstractContextManager[None]:
-        """As `gathered`; what is added to the p.grads of whole Parameters inside are sums of this rank."""
+        """As `unsharded_values`; what is added to the p.grads of whole Parameters inside are sums of this rank."""
         return nullcontext()
 
     def serve(self) -> None:
