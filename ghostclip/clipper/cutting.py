@@ -156,9 +156,9 @@ def length_of(example: Any, depth: int = DEPTH) -> int:
     return size if isinstance(size, int) else 1
 
 
-def tensors_of(batch: Any, rows: int, name: str = "", depth: int = DEPTH) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(batch: Any, rows: int) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of all tensors in a batch, see `_leaves_of`."""
-    return ((name, leaf) for name, leaf in _leaves_of(batch, rows, name, depth) if isinstance(leaf, Tensor))
+    return ((name, leaf) for name, leaf in _leaves_of(batch, rows) if isinstance(leaf, Tensor))
 
 
 def _leaves_of(batch: Any, rows: int, name: str = "", depth: int = DEPTH) -> Iterator[tuple[str, Any]]:

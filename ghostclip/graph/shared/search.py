@@ -185,7 +185,7 @@ def _adds_nothing(node: Any, shared: Container[Any]) -> bool:
 
 def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
     """Whether several examples have a part in its rows, or may have (`Owned.open`) and ``doubt`` says so."""
-    if found.is_shared or found.zero or not found.open:
+    if not found.open:
         return found.is_shared
     if doubt is Doubt.NOTHING:
         return not found.is_regular and (found.loose or (found.unread and _is_table(subject)))
