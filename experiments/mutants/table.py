@@ -237,7 +237,7 @@ CLIPPING = [
     Mutant(
         "a hook of a parameter changes sums that get noise",
         SUMS,
-        "        refuse_hooks(self._passes.index.trained())\n",
+        "        refuse_hooks(trained)\n",
         "",
         ("tests/engine/test_engine_arguments.py", "-k", "hook_on_a_parameter"),
     ),
@@ -749,7 +749,7 @@ FUZZED = [
     Mutant(
         "others are trained within a logical batch",
         SUMS,
-        "        if self._trained and self._trained != self._names():\n",
+        "        if self._trained and self._trained != _ids(trained):\n",
         "        if False:\n",
         (*TAKEN_TURNS, "-k", "what_is_trained"),
     ),

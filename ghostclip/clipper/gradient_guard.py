@@ -37,7 +37,12 @@ class GradientGuard:
 
     def knows(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> bool:
         """Whether every p.grad is None or as `remember` last saw it."""
-        return all(parameter.grad is None or self._is_known(parameter.grad) for _, parameter in parameters)
+        for _, parameter in parameters:  # asked in each step, so without a call for each
+            if (grad := parameter.grad) is not None:
+                reference, version = self._known.get(id(grad), (None, 0))
+                if reference is None or reference() is not grad or version != grad._version:
+                    return False
+        return True
 
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Raises GradientLeakError when a p.grad holds anything but zeros that this guard doesn't know."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +39,8 @@ class ClippedSums:
         self._totals = clipper.sharding.totals
         # Held until sums come in their place: freed by zero_grad, memory may go back to the system and come again.
         self._released: list[Tensor] = []
-        # Names of the parameters that the sums are of; none before the first sum.
-        self._trained: list[str] = []
+        # Ids of the parameters that the sums are of; none before the first sum.
+        self._trained: list[int] = []
         self._warned = False
 
     @contextmanager
@@ -55,9 +56,9 @@ class ClippedSums:
             GradientLeakError: a p.grad holds a gradient of someone else's.
             PrivacyError: a parameter has a hook, or others are trained than in the physical batch before.
         """
-        self.check()
-        refuse_hooks(self._passes.index.trained())
-        self._trained = self._trained or self._names()
+        trained = self.check()
+        refuse_hooks(trained)
+        self._trained = self._trained or _ids(trained)
         self._released = []
         self._new.totals.clear()  # which an interruption may have left
         try:
@@ -73,23 +74,23 @@ class ClippedSums:
         finally:
             self._new.totals.clear()
 
-    def check(self) -> None:
-        """Raises GradientLeakError where someone else filled a p.grad before anything was gathered.
+    def check(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, Parameter) of those that are trained now.
 
-        PrivacyError where sums of a sharded model can't be completed, or are of other parameters than are trained now.
+        Raises:
+            GradientLeakError: someone else filled a p.grad before anything was gathered.
+            PrivacyError: sums of a sharded model can't be completed, or are of other parameters than are trained now.
         """
         if not self.count and not self._totals:
             self._guard.check(self._named)
         self._totals.check()
-        if self._trained and self._trained != self._names():
+        trained = self._passes.index.trained()
+        if self._trained and self._trained != _ids(trained):
             raise PrivacyError(
                 "other parameters are trained than when the first gradients of this logical batch were clipped; change "
                 "requires_grad between two batches of engine.batches()"
             )
-
-    def _names(self) -> list[str]:
-        """Of the parameters that are trained now."""
-        return [name for name, _ in self._passes.index.trained()]
+        return trained
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """See `Totals.complete`."""
@@ -131,3 +132,7 @@ class ClippedSums:
         self._totals.clear()
         self._trained = []
         self.count = 0
+
+
+def _ids(trained: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
+    return [*map(id, map(itemgetter(1), trained))]
