@@ -733,6 +733,13 @@ FUZZED = [
         ("tests/engine/test_weighing.py", "-k", "follow_from_other"),
     ),
     Mutant(
+        "weights that neighbours decide",
+        "ghostclip/clipping/weighing.py",
+        ', torch.randperm(len(some), generator=_dice, device="cpu")\n',
+        ",\n",
+        ("tests/engine/test_weighing.py", "-k", "follow_from_other"),
+    ),
+    Mutant(
         "a piece whose sums were added comes again",
         "ghostclip/engine/micro_batching.py",
         "        if error is None or self.done:\n",

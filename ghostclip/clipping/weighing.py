@@ -19,6 +19,9 @@ __all__ = ["may_weigh_jointly", "refuse_joint_weights"]
 
 # Relative: what a vectorised function may round differently in a shorter batch.
 TOLERANCE = 1e-3
+# Not torch's own, which users seed.
+_dice = torch.Generator("cpu")
+_dice.seed()
 
 
 def may_weigh_jointly(policy: Any) -> bool:
@@ -29,7 +32,9 @@ def may_weigh_jointly(policy: Any) -> bool:
 
 
 def refuse_joint_weights(policy: Any, norms: Any) -> None:
-    """Raises PrivacyError when a policy of the user's weighs half a batch otherwise by itself than in the whole.
+    """Raises PrivacyError when a policy of the user's weighs half a batch by itself otherwise than in the whole.
+
+    Tried are the first and the second half, and two halves that are drawn anew.
 
     The weights that were used are not compared with: they are of norms with a margin for rounding.
 
@@ -39,8 +44,10 @@ def refuse_joint_weights(policy: Any, norms: Any) -> None:
     """
     found: Any = policy.weights(norms)
     whole = found if isinstance(found, dict) else {"": found}
-    middle = len(next(iter(whole.values()))) // 2
-    for part in (slice(0, middle), slice(middle, None)) if middle else ():
+    some = next(iter(whole.values()))
+    orders = torch.arange(len(some), device="cpu"), torch.randperm(len(some), generator=_dice, device="cpu")
+    halves = [half.to(some.device) for order in orders for half in order.tensor_split(2) if len(some) > 1]
+    for part in halves:
         given: Any = {g: n[part] for g, n in norms.items()} if isinstance(norms, dict) else norms[part]
         alone = policy.weights(given)
         for group, weights in (alone if isinstance(alone, dict) else {"": alone}).items():

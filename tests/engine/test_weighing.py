@@ -26,6 +26,7 @@ class Joint:
     Custom(lambda norms: norms / norms.max(), 1.0),
     Custom(lambda norms: (norms <= norms.median()).float(), 1.0),
     Custom(lambda norms: (norms == norms.max()).float(), 1.0),
+    Custom(lambda norms: norms / norms.view(-1, 2).sum(1).repeat_interleave(2), 1.0),
     Custom(lambda norms: {g: 1.0 / n.sum().expand_as(n) for g, n in norms.items()}, 1.0, groups={"all": ["*"]}),
 ])  # fmt: skip
 def test_weights_that_follow_from_other_examples(clipping: Any) -> None:
