@@ -91,7 +91,8 @@ def page(results: dict[str, Any]) -> str:
         )  # fmt: skip
         why = row.get("why", "").replace("|", "\\|")
         lines.append(f"| {name} | {row.get('examples', '')} | {' | '.join(times)} | {why} |")
-    return "\n".join([*lines, "", f"At commit {results['commit']} on {results['machine']}.", ""])
+    commits = dict.fromkeys(row["commit"] for row in rows.values())
+    return "\n".join([*lines, "", f"At commit {', '.join(commits)} on {results['machine']}.", ""])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,9 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = in_words({key: value for key, value in describe().items() if key != "kernels"} | {"threads": 1})
     with ThreadPoolExecutor(options.processes) as pool:
         for name, row in zip(chosen, pool.map(lambda each: in_a_process(each, options.seconds), chosen), strict=True):
-            known[name] = row
+            known[name] = row | {"commit": commit()}
             print(f"{name}: {row.get('why', 'compiled')}", flush=True)
-            results = {"commit": commit(), "machine": machine}
+            results: dict[str, Any] = {"machine": machine}
             results["models"] = {each: known[each] for each in subjects if each in known}
             path.write_text(json.dumps(results, indent=1) + "\n")
             path.with_suffix(".md").write_text(page(results))
