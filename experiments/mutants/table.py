@@ -728,9 +728,30 @@ FUZZED = [
     Mutant(
         "weights of zero that others decide",
         "ghostclip/clipping/weighing.py",
-        "TOLERANCE * torch.maximum(together.abs(), weights.abs())).any()",
-        "TOLERANCE * together.abs()).logical_and(together != 0).any()",
+        "tolerance * torch.maximum(together.abs(), weights.abs())).any()",
+        "tolerance * together.abs()).logical_and(together != 0).any()",
         ("tests/engine/test_weighing.py", "-k", "follow_from_other"),
+    ),
+    Mutant(
+        "a clipping function may change the norms it is clamped by",
+        "ghostclip/clipping/policies.py",
+        "self.function(norms.clone())",
+        "self.function(norms)",
+        ("tests/engine/test_weighing.py", "-k", "function_changes"),
+    ),
+    Mutant(
+        "a difference in all rows counts as rounding",
+        "ghostclip/clipping/weighing.py",
+        "    tolerance = min(TOLERANCE, max(0.1 / max(1, len(some)), 16 * torch.finfo(some.dtype).eps))\n",
+        "    tolerance = TOLERANCE\n",
+        ("tests/engine/test_weighing.py", "-k", "small_difference"),
+    ),
+    Mutant(
+        "noise on counts may be changed once charged",
+        RELEASE,
+        "            self._adaptation.check()\n",
+        "            pass\n",
+        ("tests/engine/test_weighing.py", "-k", "counts_get"),
     ),
     Mutant(
         "weights that neighbours decide",
@@ -3590,9 +3611,16 @@ NOISE_OVER_STEPS = [
     Mutant(
         "an older checkpoint's mechanism goes on",
         MECHANISM,
-        '        if self._spending.steps_of(state["name"], everyone=True) != steps_of(state["name"], saved):\n',
-        "        if False:\n",
+        '        charged = self._spending.steps_of(state["name"], everyone=True) != steps_of(state["name"], saved)\n',
+        "        charged = False\n",
         CORRELATED,
+    ),
+    Mutant(
+        "several engines go on with one mechanism",
+        MECHANISM,
+        "any(self._ranks.all_gathered(taken)) or charged",
+        "charged",
+        (*CORRELATED, "-k", "several_engines"),
     ),
     Mutant(
         "interrupted noise goes on",

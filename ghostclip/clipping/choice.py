@@ -43,7 +43,7 @@ class Clamped:
 
     def weights(self, norms: Tensor) -> Tensor:
         """The policy's weights, clamped to ``sensitivity / norms``; raises ValueError on another shape."""
-        found = self.policy.weights(norms)
+        found = self.policy.weights(norms.clone())
         return clamped(found, norms, self.sensitivity)
 
 
@@ -66,8 +66,13 @@ def as_policy(clipping: Any) -> Policy | Groupwise:
         return copy.deepcopy(clipping)  # it learns the groups of one model
     if type(clipping) is PerLayer and clipping.thresholds is not None and clipping.has_patterns:
         return Composed(thresholds=Fixed(clipping.thresholds))  # its sensitivity counts the layers of the model
-    if type(clipping) in OWN or isinstance(clipping, (Adaptive, Clamped)):
+    if type(clipping) in OWN or type(clipping) in (Adaptive, Clamped):
         return clipping
+    if isinstance(clipping, Adaptive):
+        raise TypeError(
+            f"{type(clipping).__name__} is a subclass of Adaptive, whose weights and counts nothing bounds; give an "
+            "Adaptive of ghostclip.clipping"
+        )
     if isinstance(clipping, Groupwise):
         raise TypeError(
             "a group-wise policy must be PerLayer, Grouped, Composed, or Custom(function, sensitivity, groups=...), "

@@ -60,6 +60,8 @@ class Composed(Groupwise):
                 raise TypeError(f"{name} must be a {kind.__name__} of ghostclip.clipping; got {given!r}")
         if not callable(self.scaling):
             raise TypeError(f"scaling must be a function of (norms, threshold); got {self.scaling!r}")
+        if isinstance(self.rule, Quantiles) and type(self.rule) is not Quantiles:
+            raise TypeError(f"thresholds is of a subclass of Quantiles, whose counts nothing bounds; got {self.rule!r}")
         if scaling is not None and isinstance(self.rule, JointBound):
             raise ValueError("JointBound has a function of its own in place of a scaling; leave scaling out")
         self._sizes: dict[str, int] = {}
@@ -105,12 +107,13 @@ class Composed(Groupwise):
         stacked = torch.stack(list(norms.values()))
         bounds = self.thresholds
         limits = stacked.new_tensor([bounds[group] * margin(stacked.dtype) for group in norms]).unsqueeze(1)
-        found = self.scaling(stacked, limits)
+        is_own = type(self.scaling) in SCALINGS  # each is within its threshold by its formula
+        found = self.scaling(stacked, limits) if is_own else self.scaling(stacked.clone(), limits.clone())
         if not isinstance(found, Tensor) or found.shape != stacked.shape:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             expected = list(stacked.shape)
             raise ValueError(f"a scaling must return weights of the shape of its norms, {expected}; got {shape}")
-        if type(self.scaling) not in SCALINGS:  # of ours, each is within its threshold by its formula
+        if not is_own:
             most = limits / stacked.clamp_min(torch.finfo(stacked.dtype).tiny)
             weights = torch.nan_to_num(found.to(stacked.dtype), nan=0.0)
             found = torch.minimum(torch.maximum(weights, -most), most)

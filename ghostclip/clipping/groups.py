@@ -198,7 +198,7 @@ def joint_weights(
     function: Callable[[dict[str, Tensor]], Mapping[str, Tensor]], bound: float, norms: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The function's weights, scaled down where the whole weighted gradient passes ``bound``; see `CustomGroups`."""
-    given = function(dict(norms))
+    given = function({group: norm.clone() for group, norm in norms.items()})
     if not isinstance(given, Mapping) or set(given) != set(norms):
         got = sorted(given) if isinstance(given, Mapping) else type(given).__name__
         raise ValueError(f"function must return weights for the groups {sorted(norms)}; got {got}")

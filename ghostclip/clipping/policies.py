@@ -99,7 +99,7 @@ class Custom:
 
     def weights(self, norms: Tensor) -> Tensor:
         """The function's weights, clamped to ``sensitivity / norms``; raises ValueError on another shape."""
-        return clamped(self.function(norms), norms, self.sensitivity)
+        return clamped(self.function(norms.clone()), norms, self.sensitivity)
 
 
 def clamped(found: Any, norms: Tensor, sensitivity: float) -> Tensor:

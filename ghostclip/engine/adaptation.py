@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ghostclip.clipping import Adaptive, Composed, Groupwise, as_policy
 from ghostclip.clipping.choice import adapts
+from ghostclip.errors import PrivacyError
 from ghostclip.events import Event, JointGaussian
 from ghostclip.sampling import Scheme
 
@@ -58,6 +59,7 @@ class Adaptation:
 
     def __init__(self, policy: Adaptive | Composed) -> None:
         self._policy = policy
+        self._charged = self._noise_of_counts()
         self._counts: Tensor | None = None
 
     def discard(self) -> None:
@@ -87,6 +89,18 @@ class Adaptation:
         """Thresholds move by the noisy counts over the batch size, which are not private any more."""
         scale = self._scale(std, batch_size)
         self._policy.update([share / scale + 0.5 for share in released.tolist()])
+
+    def _noise_of_counts(self) -> float:
+        """The noise on counts of a batch of one over what an example moves, up to the factor that all steps share."""
+        return self._policy.count_noise_for(1) / math.sqrt(self._policy.counted)
+
+    def check(self) -> None:
+        """Raises PrivacyError where counts would get less noise than steps are charged for."""
+        if self._noise_of_counts() < self._charged * (1 - 1e-9):
+            raise PrivacyError(
+                "the counts of the clipping policy would get less noise than is charged: count_noise was changed, or "
+                "there are more groups; build a new engine"
+            )
 
     def _scale(self, std: float, batch_size: int) -> float:
         return std / self._policy.count_noise_for(batch_size) if std else 1.0

@@ -8,6 +8,7 @@ fork, a new mechanism begins with a new name and an empty history, and its first
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,9 @@ from ghostclip.sampling import LogicalBatches
 from ghostclip.sharding.plain import Sharding, local_part
 
 __all__ = ["Mechanism"]
+
+# {name: the mechanism of an engine of this process that may take its next step}.
+_going_on: weakref.WeakValueDictionary[str, Mechanism] = weakref.WeakValueDictionary()
 
 
 class Mechanism(Noise):
@@ -59,8 +63,15 @@ class Mechanism(Noise):
 
     def begin(self, step: int) -> None:
         """A new mechanism, whose first step is the model's step of that number."""
+        self.end()
         self._plan.rename(step, self._ranks.led(new_name))
         self._process, self._history = os.getpid(), self._empty()
+        _going_on[self._plan.mechanism] = self
+
+    def end(self) -> None:
+        """Takes no further step of its mechanism, which another engine may then go on with."""
+        if _going_on.get(self._plan.mechanism) is self:
+            del _going_on[self._plan.mechanism]
 
     def charge(self, settings: StepSettings) -> None:
         """`Spending.charge`, under the mechanism's name; after an interruption or a fork under a new one."""
@@ -137,9 +148,14 @@ class Mechanism(Noise):
             return
         if state["groups"] is not None and self._loader.groups is not None:
             self._loader.groups[:] = state["groups"].numpy()
-        if self._spending.steps_of(state["name"], everyone=True) != steps_of(state["name"], saved):
+        # Of engines that share a ledger one alone goes on: their steps would be counted as if one followed another.
+        taken = self._spending.ledger is not None and state["name"] in _going_on
+        charged = self._spending.steps_of(state["name"], everyone=True) != steps_of(state["name"], saved)
+        if any(self._ranks.all_gathered(taken)) or charged:
             return
+        self.end()
         self._plan.rename(state["began"], state["name"])
+        _going_on[state["name"]] = self
         if self._history is None or (history := state["history"]) is None:
             return
         if (shards := self._shards) is not None:

@@ -402,5 +402,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         """
         self._steps.detach()
         self._synchronise()
+        if self._mechanism is not None:
+            self._mechanism.end()
         self._loader = None
         self._spending.close()

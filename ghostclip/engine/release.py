@@ -320,6 +320,8 @@ class Release:
         if not SCALED.isdisjoint(vars(self.optimizer)):
             self.scaling.before_step()
         self.sums.check()
+        if self._adaptation is not None:
+            self._adaptation.check()
         return held
 
     def _agree(self, held: dict[nn.Parameter, None]) -> None:

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ghostclip import PrivacyError
-from ghostclip.clipping import Custom
+from ghostclip.clipping import Adaptive, Composed, Custom, JointBound, Quantiles
+from ghostclip.clipping.weighing import refuse_joint_weights
 
 
 class Joint:
@@ -38,6 +39,49 @@ def test_weights_that_follow_from_other_examples(clipping: Any) -> None:
     assert engine.steps_taken == 0
 
 
+def in_place(norms: Any) -> Any:
+    """Weights of each norm alone, which leaves other norms behind."""
+    if isinstance(norms, dict):
+        return {group: in_place(norm) for group, norm in norms.items()}
+    return 1.0 / (norms.clamp_(max=0.01) + 0.1)
+
+
+class InPlace:
+    sensitivity = 1.0
+
+    def weights(self, norms: torch.Tensor) -> torch.Tensor:
+        return in_place(norms)
+
+
+@pytest.mark.parametrize("clipping", [
+    InPlace(),
+    Custom(in_place, 1.0),
+    Custom(in_place, 1.0, groups={"all": ["*"]}),
+    Composed(thresholds=JointBound(in_place, 1.0)),
+    Composed(scaling=lambda norms, limits: in_place(norms) + 0 * limits.fill_(1e9)),
+])  # fmt: skip
+def test_norms_that_a_function_changes_are_clipped_as_they_were(clipping: Any) -> None:
+    data = runs.data()
+    engine = runs.engine_for(runs.network(), None, data, clipping=clipping, batch_size=24, noise_multiplier=0.0)
+    batch = next(iter(engine.batches()))
+    for examples in batch.physical():
+        result = engine.backward(runs.losses_of(engine.model, examples))
+        norms, weights = (found if isinstance(found, dict) else {"": found} for found in (result.norms, result.weights))
+        whole = torch.stack([norms[group].double() * weights[group].double() for group in norms]).norm(dim=0)
+        assert (whole <= engine.clipping.sensitivity).all()
+        assert float(max(norm.max() for norm in norms.values())) > 1
+    batch.discard()
+
+
+def test_a_small_difference_in_all_rows_is_one_of_the_sum() -> None:
+    """Of a mean over thousands of norms one norm is a small part, which moves every weight."""
+    norms = torch.ones(8192)
+    norms[5] = 5.0
+    with pytest.raises(PrivacyError, match="that example's norm alone"):
+        refuse_joint_weights(Custom(lambda norms: 0.9 * norms.clamp(max=5.0).mean() / norms, 1.0), norms)
+    refuse_joint_weights(Custom(lambda norms: (-norms).exp() / (0.1 + norms).sqrt(), 1.0), 3 * torch.rand(8192))
+
+
 def test_weights_that_follow_from_each_example_alone() -> None:
     dataset = runs.data()
     dataset.tensors[0][3] = float("nan")
@@ -59,3 +103,34 @@ def test_a_margin_for_rounding_is_no_weight_of_other_examples(rest: float, group
     options = {"clipping": Custom(alone, 1.0, groups), "second_pass": second_pass}
     engine = runs.engine_for(nn.Linear(6, 4), dataset=TensorDataset(inputs, targets), **options)
     assert runs.train(engine, loss_fn=lambda model, batch: (model(batch[0]) * batch[1]).sum((1, 2)))
+
+
+class Gentle(Adaptive):
+    """Whose weights don't keep to the norm."""
+
+    def weights(self, norms: torch.Tensor) -> torch.Tensor:
+        return self.max_norm / (0.1 * norms + self.max_norm)
+
+
+class OwnQuantiles(Quantiles):
+    """Whose counts could be any."""
+
+
+@pytest.mark.parametrize("make", [lambda: Gentle(1.0), lambda: Composed(thresholds=OwnQuantiles(1.0))])
+def test_subclasses_that_nothing_bounds_are_refused(make: Any) -> None:
+    with pytest.raises(TypeError, match=r"subclass of .* counts"):
+        runs.engine_for(runs.network(), clipping=make())
+
+
+@pytest.mark.parametrize(
+    "clipping", [Adaptive(1.0, count_noise=10.0), Composed(thresholds=Quantiles(1.0, count_noise=10.0))]
+)
+def test_counts_get_the_noise_that_is_charged(clipping: Any) -> None:
+    engine = runs.engine_for(runs.network(), clipping=clipping, noise_multiplier=1.0)
+    runs.train(engine, 1)
+    getattr(engine.clipping, "rule", engine.clipping).count_noise = 1e-3
+    before = runs.weights(engine.model)
+    with pytest.raises(PrivacyError, match="less noise than is charged: count_noise was changed"):
+        runs.train(engine, 1)
+    assert engine.steps_taken == 1
+    assert torch.equal(runs.weights(engine.model), before)

@@ -176,6 +176,7 @@ def test_a_checkpoint_older_than_the_last_release_begins_a_new_mechanism(tmp_pat
     noise.append(released(engine, 4))
     engine.save(tmp_path / "saved")
     names.append(mechanism_of(engine.events[0]))
+    engine.detach()
     exact = engine_for(correlation, "cyclic_poisson", ledger=ledger)
     exact.restore(tmp_path / "saved")
     runs.train(exact, 1, nothing)
@@ -213,6 +214,22 @@ def test_what_a_killed_run_released_or_reserved_counts(block: int, tmp_path: Any
     reserved = {1: 5, 2: 6, 32: STEPS}[block]
     assert sorted(event.count for event in after.events) == [3, reserved]
     assert after.epsilon(accountant="rdp") == turns(-(-reserved // 3) + 1)
+
+
+@pytest.mark.parametrize("sampling", ["cyclic", "cyclic_poisson"])
+def test_one_of_several_engines_goes_on_with_a_checkpoint(sampling: str, tmp_path: Any) -> None:
+    """Restored before any of them steps: an example takes part in each of them at the same step."""
+    ledger = Ledger(tmp_path / "run.ledger", block=1)
+    first = engine_for(BandedToeplitz(bands=3), sampling, ledger=ledger)
+    runs.train(first, 2, nothing)
+    first.save(tmp_path / "saved")
+    first.detach()
+    engines = [engine_for(BandedToeplitz(bands=3), sampling, ledger=ledger) for _ in range(3)]
+    for engine in engines:
+        engine.restore(tmp_path / "saved")
+    for engine in engines:
+        runs.train(engine, 1, nothing)
+    assert sorted(event.count for event in Ledger(tmp_path / "run.ledger").events) == [1, 1, 3]
 
 
 @pytest.mark.parametrize("correlation", [None, BandedToeplitz(bands=3)], ids=str)
