@@ -26,7 +26,7 @@ from ghostclip.graph.measuring import Batch, Measured
 from ghostclip.graph.moves import Movements, movements
 from ghostclip.graph.nodes import Edge, inputs_of
 from ghostclip.graph.overwritten import FindForward
-from ghostclip.graph.owners import Owned, Rows, Subject
+from ghostclip.graph.owners import Owned, Rows, Subject, spreads
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.row_layout import RowLayout, ZeroGradientCheck, any_owner, check_calls, row_layout
@@ -99,6 +99,7 @@ class _Structure:
         unsettled: whether the last full measurement, of all tensors, gave a layout that may not be stored.
         shared: what all examples share, where it was shown not to depend on them; None: that isn't known.
         largest_norm: of an example in a batch that was measured.
+        spreads: whether gradients that aren't finite get from one example to others (`owners.spreads`).
     """
 
     batches: int = 0
@@ -107,6 +108,7 @@ class _Structure:
     unsettled: bool = False
     shared: KnownShared | None = None
     largest_norm: float = 0.0
+    spreads: bool = False
 
     @property
     def is_scheduled(self) -> bool:
@@ -196,6 +198,21 @@ class Layouts:
             self.measure_next(key)
             raise RowsMovedError(MOVED, graph_stays=graph_stays)
 
+    def check_left_out(self, key: int, finite: Tensor) -> None:
+        """Raises UnsupportedModelError where of several examples that aren't finite one may have made the others so.
+
+        Args:
+            key: the structure.
+            finite: [B], which examples are.
+        """
+        if self._structure(key).spreads and int((~finite).sum()) > 1:
+            raise UnsupportedModelError(
+                "several examples of this batch are not finite, and an operation of the model gives NaN of one to "
+                "others (0 * NaN is NaN, as where a mask keeps packed texts apart), so that one may leave out the "
+                "others; nothing was clipped. Look for inputs that are not finite, or pad the examples in place of "
+                "packing them"
+            )
+
     def _by_layout(self, known: _Layout, uses: Uses, losses: Tensor) -> RowLayout:
         """How a batch is laid out whose structure is known."""
         region = known.shared.region(uses, known.met, len(losses))
@@ -238,6 +255,9 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
             found = measuring.whole(batch, every_tensor=may_store, hold=hold)
             _remember(structure, batch, found, may_store)
         check_calls(uses, found.owned, found.shared_calls, batch.indices, batch.names)
+        if structure.layout is None and structure.is_scheduled:
+            attempt = structure.batches.bit_length() - 1
+            structure.spreads |= spreads(batch.losses, found.owned, uses.weights_alone, attempt)
     except (LossShapeError, UnsupportedModelError):
         structure.layout = structure.shared = None
         structure.always = True

@@ -19,6 +19,8 @@ FARTHEST = 80.0
 # Sizes below 2 ** SMALLEST count as that, and no gradient is divided to below 2 ** LOWEST: times a mark it would leave
 # float32.
 SMALLEST, LOWEST = -30.0, -60.0
+# The power of two by which one example is made large where somebody's own code runs in the backward.
+SPOILT = 40
 # The longest direction that is remembered; a longer one is drawn again, 4 ns an entry.
 REMEMBERED = 1 << 22
 
@@ -92,6 +94,16 @@ class MarkScheme:
         if bool((alike != 1).any()):
             found.append(2.0 ** (2 * self.lowest + self.levels - 1) / found[0])  # what had the smallest has the largest
         return torch.stack(found) * alike
+
+    def spoilt(self, losses: Tensor) -> Tensor:
+        """Starts [n, B] of backwards in which one example is NaN, infinite or large; all others have ``plain``.
+
+        In float16 none is large but finite, since gradients overflow.
+        """
+        odd = [math.nan, math.inf, 2.0**SPOILT][: 3 if self.floor is None else 2]
+        starts = torch.full((len(odd), len(losses)), self.plain, dtype=losses.dtype, device=losses.device)
+        starts[:, int(torch.randint(len(losses), (), generator=_dice, device="cpu"))] = starts.new_tensor(odd)
+        return starts
 
     def _digits(self, losses: Tensor) -> Iterator[Tensor]:
         """Marks [B] by the digits of numbers that the examples are given at random, spread over all levels."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ghostclip.errors import LossShapeError, UnsupportedModelError
+from ghostclip.errors import GhostClipError, LossShapeError, UnsupportedModelError
 from ghostclip.graph.nodes import Edge
 from ghostclip.graph.overwritten import FindForward, check_shared, computed
 from ghostclip.graph.owners import Gradients, Owned, Subject, owners
@@ -155,8 +155,20 @@ def _owners(
     batch: Batch, calls: Sequence[LayerCall], edges: Sequence[Edge], known: Mapping[Subject, int] | None = None,
     gradients: Gradients | None = None,
 ) -> dict[Subject, Owned]:  # fmt: skip
-    ends = batch.uses.weights_alone
-    return owners(batch.losses, calls, edges, ends, batch.indices, batch.half, known, gradients)
+    uses = batch.uses
+    own_code = uses.has_own_code
+    try:
+        return owners(
+            batch.losses, calls, edges, uses.weights_alone, batch.indices, batch.half, known, gradients, own_code
+        )
+    except Exception as error:
+        if not own_code or isinstance(error, (RuntimeError, GhostClipError)):
+            raise
+        raise UnsupportedModelError(
+            f"a hook or torch.autograd.Function of your own raised {type(error).__name__}: to find whose "
+            "rows are whose, it is called several times in a step, also with gradients that aren't finite; keep what "
+            "a backward reads (ctx.save_for_backward), and let it take any gradient"
+        ) from error
 
 
 def _shared_by_all(

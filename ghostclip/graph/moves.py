@@ -8,6 +8,7 @@ it moves or mixes them.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
 from ghostclip.graph import operations as op
-from ghostclip.graph.nodes import ACCUMULATE, Edge, saved_dimensions, shape_of
+from ghostclip.graph.nodes import ACCUMULATE, Edge, is_own_function, saved_dimensions, shape_of
 from ghostclip.graph.owners import Owned, Rows, rows_in_order
 from ghostclip.graph.reader import Uses
 from ghostclip.native.custom_ops import constant_values, is_traced
@@ -30,6 +30,8 @@ __all__ = ["Movements", "movements"]
 
 # Types with room for powers of two around 1, and the largest of their exponents.
 EXACT, EXPONENTS = (torch.float32, torch.float64, torch.bfloat16), 16
+# The exponent of one example, beside which those of the others are small.
+LARGE = 60
 
 # Not Python's own, which users seed.
 _chance = random.Random()
@@ -90,7 +92,7 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
                 indexed.append((place, rows))
             elif _moves(node, rows, examples):
                 return None
-        elif isinstance(node, BackwardCFunction) and not recomputed:
+        elif is_own_function(node) and not recomputed:
             indexed.append((place, _rows((node, 0), owned)))
         elif _may_mix(node, word, owned):
             return None
@@ -188,7 +190,7 @@ def _moves(node: Any, rows: Rows | None, examples: int) -> bool:
     Where that isn't known, it may be the first, or any that has at least as many entries.
     """
     word = op.word_of(node)
-    if isinstance(node, BackwardCFunction):
+    if is_own_function(node):
         return rows is None or not _keeps_apart(node, rows, examples)
     if word == op.COPY_INTO_SLICES:
         return rows is None or not _copies_in_place(node, rows, examples)
@@ -240,9 +242,10 @@ def _copies_in_place(node: Any, rows: Rows, examples: int) -> bool:
 def _keeps_apart(node: Any, rows: Rows, examples: int) -> bool:
     """Whether the backward of a function of somebody's own leaves each example's gradient to this example.
 
-    It is run twice more: on numbers, and on these times a power of two for each example, drawn anew in each batch. Such
-    products are exact, so each input gets as many times the first result, to the last bit, unless rows are moved or
-    mixed.
+    It is run three times more: on numbers, on these times a power of two for each example, drawn anew in each batch,
+    and on these with one example that isn't finite. Such products are exact, so each input gets as many times the first
+    result, to the last bit, unless rows are moved or mixed. One example has a far larger power than the others, and
+    what isn't finite changes no row of theirs: a function may drop all rows, or rescale them, for the sake of one.
 
     Args:
         node: of the function, with one output.
@@ -252,20 +255,31 @@ def _keeps_apart(node: Any, rows: Rows, examples: int) -> bool:
     shape, (output, *others) = _shape((node, 0)), node._input_metadata
     if is_traced() or others or output.dtype not in EXACT or not _in_order(rows, shape, examples):
         return False
-    exponents = torch.tensor([_chance.randint(-EXPONENTS, EXPONENTS) for _ in range(examples)], device=output.device)
-    marks = torch.exp2(exponents.to(output.dtype))[rows.owners(shape[rows.dim], examples, output.device)]
-    marks = marks.view([-1 if dim == rows.dim else 1 for dim in range(len(shape))])
+    odd = _chance.randrange(examples)
+    exponents = [each % (2 * EXPONENTS + 1) - EXPONENTS for each in range(examples)]
+    _chance.shuffle(exponents)
+    exponents[odd] = LARGE
+    owner = rows.owners(shape[rows.dim], examples, output.device).view(
+        [-1 if dim == rows.dim else 1 for dim in range(len(shape))]
+    )
+    marks = torch.exp2(torch.tensor(exponents, dtype=output.dtype, device=output.device))[owner]
     numbers = torch.arange(shape[-1], device=output.device).cos().to(output.dtype).expand(shape).contiguous()
     try:
         with torch.no_grad():
-            plain, marked = (tree_leaves(node.apply(each)) for each in (numbers, numbers * marks))
+            given = numbers, numbers * marks, numbers.where(owner != odd, numbers.log() * math.inf)
+            plain, marked, broken = (tree_leaves(node.apply(each)) for each in given)
             return all(
-                torch.equal((one * marks).nan_to_num(), other.nan_to_num())
-                for one, other in zip(plain, marked, strict=True)
+                _equal(one * marks, other) and _equal(one.where(owner != odd, 0), last.where(owner != odd, 0))
+                for one, other, last in zip(plain, marked, broken, strict=True)
                 if one is not None
             )
     except Exception:  # of any kind, of the user's code: the batch is measured
         return False
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same entries; NaN is equal to NaN."""
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _in_order(rows: Rows, shape: torch.Size, examples: int) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from ghostclip.nn.base import LayerCall
@@ -20,6 +21,7 @@ __all__ = [
     "Edge",
     "from_below",
     "inputs_of",
+    "is_own_function",
     "number_of",
     "ones_of",
     "saved_dimensions",
@@ -46,6 +48,11 @@ SIZES = {
     for name in ("H", "HxW", "N", "W", "batch_sizes", "input_lengths", "max_k", "max_q", "max_seqlen_batch_k",
                  "max_seqlen_batch_q", "target_lengths")
 }  # fmt: skip
+
+
+def is_own_function(node: Any) -> bool:
+    """Whether a node is of a `torch.autograd.Function` that belongs to no layer of ours."""
+    return isinstance(node, BackwardCFunction) and not isinstance(getattr(node, "call", None), LayerCall)
 
 
 @functools.lru_cache(1 << 16)

@@ -24,6 +24,7 @@ about 2 ** -2, which may be a third example's mark, but hardly is under other ma
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,13 +32,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.marks import MarkScheme, compared, numbers, numbers_by_dim
 from ghostclip.graph.nodes import ACCUMULATE, Edge, shape_of
 from ghostclip.graph.reader import backward_to_layers, without_hooks
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["Gradients", "Owned", "Rows", "Subject", "owners", "rows_in_order"]
+__all__ = ["Gradients", "Owned", "Rows", "Subject", "owners", "rows_in_order", "spreads"]
 
 # A layer's use, by the gradient at its pre-activation; or a tensor of the graph.
 Subject = LayerCall | Edge
@@ -125,7 +127,7 @@ class Owned:
 def owners(
     losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge] = (), ends: Sequence[Edge] = (),
     indices: Sequence[RowIndex] = (), half: bool = False, known: Mapping[Subject, int] | None = None,
-    gradients: Gradients | None = None,
+    gradients: Gradients | None = None, own_code: bool = False,
 ) -> dict[Subject, Owned]:  # fmt: skip
     """Whose the rows are of the gradients at ``calls`` and ``edges``; the graph is kept.
 
@@ -138,6 +140,11 @@ def owners(
         half: whether some operation computes in float16.
         known: the dimensions that had the examples in an earlier batch, alone of which numbers are taken.
         gradients: takes those of the plain backward, in the order in which they come; None: they aren't held.
+        own_code: whether hooks or functions of somebody's own run in these backwards: they may drop or rescale all
+            gradients where one is large or isn't finite, which marks alone don't show.
+
+    Raises:
+        UnsupportedModelError: code of somebody's own does so.
     """
     subjects: list[Subject] = [*calls, *edges]
     dims, examples = {each: _dims(each, known or {}) for each in subjects}, len(losses)
@@ -157,7 +164,45 @@ def owners(
     if None in found.values():
         again = scheme.drawn(losses, sizes)[None]
         measured.add(again, _stacked([backward(each) for each in again]))
-    return {subject: each or measured.in_any_order(subject) for subject, each in found.items()}
+    owned = {subject: each or measured.in_any_order(subject) for subject, each in found.items()}
+    for start in scheme.spoilt(losses) if own_code else ():
+        with torch.autograd.set_detect_anomaly(False):
+            now = backward(start)
+        for subject in (each for each, own in owned.items() if measured.touched(each, own, start, now)):
+            raise UnsupportedModelError(
+                "a hook or torch.autograd.Function of your own changes every example's gradient where one example's is "
+                "large or not finite, so examples mix; let it handle each row by itself",
+                place=subject if isinstance(subject, LayerCall) else subject[0],
+            )
+    return owned
+
+
+def spreads(losses: Tensor, owned: Mapping[Subject, Owned], ends: Sequence[Edge], attempt: int) -> bool:
+    """Whether gradients that aren't finite get from one example to others, though these have no part in its rows.
+
+    0 * NaN is NaN: attention with a mask between texts that share a row, or a product with a matrix of zeros and ones,
+    gives NaN to all examples beside one that has it, in the forward as in the backward.
+
+    Args:
+        losses: [B].
+        owned: of layers.
+        ends: as `owners` has them.
+        attempt: numbered from 0. Which half of the examples is made NaN goes by a digit of their numbers, each in turn.
+    """
+    found = {call: each.rows for call, each in owned.items() if isinstance(call, LayerCall) and each.rows is not None}
+    odd = torch.arange(len(losses), device=losses.device) >> attempt % (len(losses) - 1).bit_length() & 1 == 1
+    dims: Dims = {call: [rows.dim] for call, rows in found.items()}
+    backward = functools.partial(_backward, losses, list(found), dims, ends)
+    with torch.autograd.set_detect_anomaly(False):
+        plain, now = (backward(torch.ones_like(losses).masked_fill(each, math.nan)) for each in (odd & False, odd))
+    for call, rows in found.items():
+        before, after = (each[call, rows.dim][0].isfinite() for each in (plain, now))
+        others = ~odd[rows.owners(len(before), len(losses), losses.device)]
+        if (used := getattr(rows.order, "used", None)) is not None:
+            others &= used
+        if bool((before & ~after & others).any()):
+            return True
+    return False
 
 
 def rows_in_order(size: int, examples: int) -> list[str]:
@@ -300,6 +345,21 @@ class _Measured:
         base = self.plain[subject, rows.dim]
         owner = rows.owners(base.shape[1], self.examples, base.device)
         return bool((~base[0].isfinite() & self.finite[owner]).any())
+
+    def touched(self, subject: Subject, own: Owned, start: Tensor, now: Found) -> bool:
+        """Whether what was done to some examples changed rows of others.
+
+        Args:
+            subject, own: whose the rows are.
+            start: [B], what a backward started from: the scheme's ``plain`` for those that nothing was done to.
+            now: numbers in this backward.
+        """
+        if own.rows is None:
+            return False
+        base = self.plain[subject, own.rows.dim]
+        owner = own.rows.owners(base.shape[1], self.examples, start.device)
+        off = compared(base, now[subject, own.rows.dim], start[owner], self.scheme).off
+        return bool((off & (start == self.scheme.plain)[owner]).any())
 
     def _one_by_one(self, subject: Subject, dim: int) -> Owned | None:
         """Whose each row along a dimension is; None where some row has several owners.

@@ -20,7 +20,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.graph import _engine_run_backward as run_backward
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of, number_of, ones_of, signature_of
+from ghostclip.graph.nodes import (
+    ACCUMULATE,
+    Edge,
+    from_below,
+    inputs_of,
+    is_own_function,
+    number_of,
+    ones_of,
+    signature_of,
+)
 from ghostclip.graph.operations import EXPANDING, hides_constants, word_of
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
 from ghostclip.nn.base import NOTHING, PROBE, LayerCall
@@ -74,6 +83,11 @@ class Uses:
     nodes: list[Any]
     structure: int
     hooked: bool
+
+    @functools.cached_property
+    def has_own_code(self) -> bool:
+        """Whether hooks or functions of somebody's own run in a backward."""
+        return self.hooked or any(is_own_function(node) for node in self.nodes)
 
     @functools.cached_property
     def places(self) -> Mapping[Any, int]:

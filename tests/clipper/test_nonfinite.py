@@ -1,5 +1,7 @@
 """An example whose numbers are not finite contributes exactly zero, spares the others, and raises nothing."""
 
+import math
+
 import pytest
 import torch
 from case_fallback import with_parameters
@@ -7,8 +9,10 @@ from case_models import Wired, cnn, recurrent, two_linears
 from case_types import project
 from comparing import assert_dicts_close, gradients
 from torch import nn
+from torch.nn import functional as F
 
 import ghostclip
+from ghostclip import GhostClipper, UnsupportedModelError
 
 every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 
@@ -123,3 +127,54 @@ def test_beside_a_spoilt_example_what_all_share_is_still_shared(examples, traine
     if value != value or not found["whole"][0].weights[1]:
         for name, grad in found["rest"][1].items():
             torch.testing.assert_close(found["whole"][1][name], grad)
+
+
+class Packed(nn.Module):
+    """Documents in one row of the batch, which don't read each other: by a mask, or by their positions."""
+
+    counted = torch.tensor([0.0, 1, 0, 1, 1, 0, 1, 1])
+
+    def __init__(self, attend):
+        super().__init__()
+        self.attend, self.inner, self.out = attend, nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x, document):
+        h = self.attend(self.inner(x), document)
+        losses = self.out(h)[0, :, 0].square() * self.counted
+        return torch.zeros(int(document.max()) + 1).index_add(0, document, losses)
+
+
+def by_mask(h, document):
+    return F.scaled_dot_product_attention(h, h, h, attn_mask=document[None, :, None] == document[None, None, :])
+
+
+def by_zeros(h, document):
+    return (document[:, None] == document).to(h.dtype) @ h
+
+
+def by_positions(h, document):
+    parts = [h[:, document == each] for each in range(int(document.max()) + 1)]
+    return torch.cat([F.scaled_dot_product_attention(part, part, part) for part in parts], 1)
+
+
+@pytest.mark.parametrize("attend", [by_mask, by_zeros, by_positions])
+@pytest.mark.parametrize("bad", [[0], [5], [0, 5]])
+def test_documents_that_share_a_row_are_not_left_out_beside_one_that_is_not_finite(attend, bad):
+    """0 * NaN is NaN, so a mask alone keeps it from nobody: the batch is refused, with nothing clipped."""
+    document = torch.tensor([0, 0, 1, 1, 1, 2, 2, 3])
+    model = ghostclip.wrap(Packed(attend))
+    clipper = GhostClipper(model, 1.0)
+    clipper.backward(model(torch.randn(1, 8, 4), document))
+    model.zero_grad()
+    x = torch.randn(1, 8, 4)
+    whole = clipper.norms(model(x, document))
+    x[0, bad] = math.nan
+    if attend is not by_positions:
+        with pytest.raises(UnsupportedModelError, match="several examples of this batch are not finite"):
+            clipper.backward(model(x, document))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return
+    result = clipper.backward(model(x, document))
+    others = ~torch.isin(torch.arange(4), document[bad])
+    assert not result.weights[~others].any()
+    torch.testing.assert_close(result.norms[others], whole[others])

@@ -54,6 +54,8 @@ OTHERS = {
 }
 # How messages begin that other tests bring up.
 ELSEWHERE = (
+    "a hook or torch.autograd.Function of your own",
+    "several examples of this batch are not finite",
     "{} got an input without a batch dimension (its output",
     "in this batch one example's loss depends on rows of others",
     "{} depends on the examples could not be tried: nothing changed",
@@ -259,7 +261,7 @@ ROWS: dict[str, Row] = {
     # layers by themselves
     "constructor": (lambda: ghostclip.nn.BatchNorm2d(3), "BatchNorm2d", "no per-example gradient exists", GROUPNORM),
     "batchnorm switched": (lambda: clip(switched(nn.BatchNorm1d(6))), "layer: BatchNorm1d", "which mixes", GROUPNORM),
-    "batchnorm switched later": (lambda: switched(nn.BatchNorm1d(6))(X), "layer (BatchNorm1d)", "is in train mode",
+    "batchnorm switched later": (lambda: switched(nn.BatchNorm1d(6))(X), "layer (BatchNorm1d)", "which mixes",
                                  GROUPNORM),
     "statistics switched later": (lambda: switched(nn.InstanceNorm1d(6, affine=True, track_running_stats=True))(X),
                                   "layer (InstanceNorm1d)", "from private data", "call .eval() on it and keep it so"),

@@ -210,6 +210,81 @@ MIXING = {
     "a little of the next example": lambda grad, h: grad + 1e-3 * grad.roll(1, 0),
     "a factor that all share": lambda grad, h: grad / grad.norm(),
 }
+# What no batch shows whose gradients are finite, and of ordinary size.
+FOR_THE_SAKE_OF_ONE = {
+    "all dropped beside one that is not finite": lambda grad: grad if grad.isfinite().all() else grad * 0,
+    "all zero beside one that is NaN": lambda grad: torch.zeros_like(grad) if grad.isnan().any() else grad,
+    "all zero beside one that is infinite": lambda grad: torch.zeros_like(grad) if grad.isinf().any() else grad,
+    "all rescaled beside a large one": lambda grad: grad * (1e6 / grad.norm()).clamp(max=1).nan_to_num(1),
+    "all zero beside a large one": lambda grad: torch.zeros_like(grad) if grad.abs().max() > 1e6 else grad,
+}
+
+
+CODE_OF_ONES_OWN = {
+    "hook": lambda change: lambda h: (h.register_hook(change), h)[1],
+    "function": lambda change: lambda h: Own.apply(h, lambda grad, h: change(grad)),
+    "checkpointed function": lambda change: (
+        lambda h: checkpoint(lambda x: Own.apply(x, lambda grad, h: change(grad)), h, use_reentrant=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOR_THE_SAKE_OF_ONE)
+@pytest.mark.parametrize("examples", [2, 6])
+@pytest.mark.parametrize("kind", CODE_OF_ONES_OWN)
+def test_what_would_change_all_gradients_for_the_sake_of_one_is_refused_in_the_first_batch(name, examples, kind):
+    between = CODE_OF_ONES_OWN[kind](FOR_THE_SAKE_OF_ONE[name])
+    with pytest.raises(UnsupportedModelError, match="of your own changes every example's gradient"):
+        measured([examples], lambda m, h: between(h))
+
+
+@pytest.mark.parametrize("name", FOR_THE_SAKE_OF_ONE)
+def test_a_function_that_begins_to_change_all_for_the_sake_of_one_is_refused_in_its_batch(name):
+    left = iter([of_sigmoid] * 4 + [lambda grad, h: FOR_THE_SAKE_OF_ONE[name](grad)])
+    with pytest.raises(UnsupportedModelError, match="of your own changes every example's gradient"):
+        measured([6] * 5, lambda m, h: Own.apply(h, next(left)))
+    assert next(left, None) is None
+
+
+class Once(torch.autograd.Function):
+    """A function that drops what its backward needs when it has run."""
+
+    @staticmethod
+    def forward(ctx, h):
+        ctx.kept = h
+        return h * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        del ctx.kept
+        return grad * 2
+
+
+def finite(grad):
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("between", "what"),
+    [(lambda m, h: Once.apply(h), "AttributeError"), (lambda m, h: (h.register_hook(finite), h)[1], "AssertionError")],
+)
+def test_code_of_ones_own_that_raises_in_a_backward_that_measures_is_told_of_it(between, what):
+    with pytest.raises(UnsupportedModelError, match=f"raised {what}: .*called several times in a step"):
+        measured([6], between)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.nan_to_num,
+        lambda grad: grad.where(grad.isfinite().all(1, keepdim=True), 0),
+        lambda grad: grad * -0.5,
+    ],
+    ids=["no NaN", "finite rows", "a factor"],
+)
+def test_hooks_and_functions_that_handle_each_row_by_itself_are_taken(change):
+    assert measured([6] * 3, lambda m, h: (h.register_hook(change), h)[1])
+    assert measured([6] * 3, lambda m, h: Own.apply(h, lambda grad, h: change(grad)))
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -219,6 +294,16 @@ def test_a_function_of_ones_own_that_begins_to_mix_is_seen_in_its_batch(name):
     with pytest.raises(UnsupportedModelError, match="all examples share"):
         measured([6] * 5, lambda m, h: Own.apply(h, next(left)))
     assert next(left, None) is None
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 1), (9, 5), (20, 3)])
+def test_a_function_of_ones_own_that_begins_to_mix_two_of_many_is_seen_in_its_batch(source, target):
+    def mixing(grad, h):
+        return grad.index_add(0, torch.tensor([target]), grad[source, None])
+
+    left = iter([of_sigmoid] * 4 + [mixing])
+    with pytest.raises(UnsupportedModelError, match="all examples share"):
+        measured([24] * 5, lambda m, h: Own.apply(h, next(left)))
 
 
 def test_a_function_of_ones_own_that_begins_to_permute_is_measured_from_then_on():
