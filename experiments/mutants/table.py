@@ -2315,6 +2315,13 @@ OF_COMPANY = [
         ("tests/clipper/test_row_layouts.py", "-k", "sake_of_one"),
     ),
     Mutant(
+        "packs of documents count as examples",
+        "ghostclip/integrations/trl.py",
+        '        check_documents(options.get("train_dataset"))\n',
+        "",
+        ("tests/integrations/test_trl_refusals.py", "-k", "packed_beforehand"),
+    ),
+    Mutant(
         "examples that another's NaN made not finite are left out",
         "ghostclip/clipper/second_pass.py",
         "            self._layouts.check_left_out(run.structure, finite)\n",

@@ -26,7 +26,14 @@ from ghostclip.integrations.huggingface import PrivateTrainer
 from ghostclip.integrations.huggingface_losses import ComputeLosses
 from ghostclip.integrations.trl_losses import Pairs, conversation_losses, pair_losses, pair_scores
 from ghostclip.integrations.trl_packing import Packed, documents_of, packed_losses
-from ghostclip.integrations.trl_refusals import DPO_REFUSED, SFT_REFUSED, Refused, check_options, check_packing
+from ghostclip.integrations.trl_refusals import (
+    DPO_REFUSED,
+    SFT_REFUSED,
+    Refused,
+    check_documents,
+    check_options,
+    check_packing,
+)
 
 __all__ = ["PrivateDPOTrainer", "PrivateSFTTrainer", "private"]
 
@@ -43,6 +50,7 @@ class TRLTrainer(PrivateTrainer):
         args = options.pop("args", None)
         args = self._arguments("tmp_trainer") if args is None else args
         check_options(args, self._refused)
+        check_documents(options.get("train_dataset"))
         super().__init__(args=self._for_trl(args), **options)
         if getattr(self, "_is_vision_dataset", False):
             raise PrivacyError(

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from ghostclip.errors import PrivacyError
 from ghostclip.integrations.trl_losses import OF_PAIRS
 
-__all__ = ["DPO_REFUSED", "SFT_REFUSED", "Refused", "check_options", "check_packing"]
+__all__ = ["DPO_REFUSED", "SFT_REFUSED", "Refused", "check_documents", "check_options", "check_packing"]
 
 # {field of the arguments: (values that are fine, why another one isn't and what to do)}
 Refused: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -67,6 +67,18 @@ def check_packing(args: Any) -> None:
         raise PrivacyError(
             f"packing_strategy={args.packing_strategy!r} of {type(args).__name__} cuts documents apart, and each is "
             'one example; use "bfd": documents are sampled first and packed whole, up to max_length tokens of each'
+        )
+
+
+def check_documents(rows: Any) -> None:
+    """Raises PrivacyError for a data set whose rows are packs of documents, as TRL's ``pack_dataset`` makes them."""
+    names = getattr(rows, "column_names", None) or []
+    packed = "seq_lengths" in names and any(len(lengths) > 1 for lengths in rows["seq_lengths"])
+    if packed or ("position_ids" in names and any(each.count(0) > 1 for each in map(list, rows["position_ids"]))):
+        raise PrivacyError(
+            "train_dataset was packed beforehand: each of its rows holds several documents, so that epsilon would be "
+            "about whole packs; give the documents, one in each row, and packing=True, which samples them first and "
+            "packs them after that"
         )
 
 

@@ -6,7 +6,10 @@ import pytest
 
 pytest.importorskip("trl")
 
-from tiny_trl import PAIRS, TEXTS, dpo, drawn, sft
+from datasets import Dataset
+from tiny_trl import PAIRS, TEXTS, arguments, dpo, drawn, llama, sft, tokenizer
+from trl import SFTConfig, SFTTrainer
+from trl.data_utils import pack_dataset
 
 from ghostclip import PrivacyError
 
@@ -55,6 +58,34 @@ def test_a_loss_of_the_batch_is_refused(tmp_path: Any) -> None:
 def test_data_that_are_no_texts_are_trl_s_to_refuse(tmp_path: Any) -> None:
     with pytest.raises(KeyError, match="text"):
         sft(tmp_path, drawn(2, lambda some: {"story": some()}))
+
+
+@pytest.mark.parametrize("by", ["seq_lengths", "position_ids"])
+def test_a_data_set_that_was_packed_beforehand_is_refused(by: str, tmp_path: Any) -> None:
+    """Epsilon would be about the presence of a whole pack."""
+    documents = [{"input_ids": [5, 6, 7, 1]}, {"input_ids": [8, 9, 1]}]
+    if by == "seq_lengths":
+        data = pack_dataset(Dataset.from_list(documents), 16, "bfd")
+    else:
+        data = Dataset.from_list([{"input_ids": [5, 6, 7, 1, 8, 9, 1], "position_ids": [0, 1, 2, 3, 0, 1, 2]}])
+    assert by in data.column_names
+    with pytest.raises(PrivacyError, match=r"packed beforehand: .* about whole packs; give the documents"):
+        sft(tmp_path, data, packing=True)
+    assert len(sft(tmp_path, Dataset.from_list(documents), packing=True).train_dataset) == 2
+
+
+def test_an_empty_completion_is_what_trl_makes_of_it(tmp_path: Any) -> None:
+    """The token that ends it."""
+    rows = Dataset.from_list([{"prompt": "the cat", "completion": " sat"}, {"prompt": "the dog", "completion": ""}])
+    plain = SFTTrainer(llama(), arguments(SFTConfig, tmp_path), train_dataset=rows, processing_class=tokenizer())
+    trainer = sft(tmp_path, rows, per_device_train_batch_size=2)
+    assert trainer.train_dataset.to_list() == plain.train_dataset.to_list()
+    assert trainer.train().global_step == 3
+
+
+def test_a_pair_without_a_completion_is_trl_s_to_refuse(tmp_path: Any) -> None:
+    with pytest.raises(KeyError, match="rejected"):
+        dpo(tmp_path, drawn(2, lambda some: {"prompt": some(), "chosen": some()}))
 
 
 def test_streams_are_refused(tmp_path: Any) -> None:
