@@ -3,7 +3,7 @@
 The parts take turns with an ordinary step and with a private one of the same model, and each is reported as a share of
 the step of the same round: noise for all parameters of the model, added and divided; a step's charge in a ledger with
 blocks as they are by default (the time of a whole block over its steps) and with blocks of one, where every step waits
-for the disk.
+for the disk; and correlated noise, which takes the place of independent noise.
 
     python experiments/privacy_overhead.py [--workloads NAME ...] [--seconds S] [--out FOLDER]
 
@@ -31,15 +31,20 @@ from ghostclip.bench.machine import busy_warning, describe, in_words
 from ghostclip.bench.measure import take_turns, timed
 from ghostclip.events import SampledGaussian
 from ghostclip.ledger import BLOCK, Ledger
-from ghostclip.noise import noise_source
+from ghostclip.noise import BandedToeplitz, BufferedToeplitz, noise_source
+from ghostclip.noise.history import history_of
 
 STEPS = {"nonprivate": "an ordinary step", "cached": "a private step, its noise included"}
 PARTS = {
     "noise": "standard noise",
     "hardened noise": "hardened noise",
+    "8 bands": "noise shared by 8 bands",
+    "BLT": "noise of BLT, 3 buffers",
     "ledger": f"a charge, in blocks of {BLOCK}",
     "ledger, every step": "a charge that is flushed by itself",
 }
+CORRELATIONS = {"8 bands": BandedToeplitz(bands=8), "BLT": BufferedToeplitz(buffers=3)}
+PLANNED = 100_000  # steps of correlated noise, more than are measured
 TOGETHER = ("noise", "ledger")
 LIMIT = 0.05
 
@@ -55,6 +60,7 @@ def measure(name: str, size: int, seconds: float, place: Path) -> dict[str, Any]
     turns["noise"] = _noise(model, "standard", size)
     if find_spec("cryptography") is not None:
         turns["hardened noise"] = _noise(model, "hardened", size)
+    turns |= {name: _noise(model, "standard", size, matrix) for name, matrix in CORRELATIONS.items()}
     turns["ledger"] = _charges(Ledger(place / "blocks"), BLOCK)
     turns["ledger, every step"] = _charges(Ledger(place / "steps", block=1), 1)
     timings = take_turns({part: timed(turn) for part, turn in turns.items()}, seconds, baseline="nonprivate")
@@ -77,9 +83,11 @@ def _step(step: Callable[..., None], batch: tuple[torch.Tensor, torch.Tensor]) -
     return lambda: step(*batch)
 
 
-def _noise(model: nn.Module, mode: str, size: int) -> Callable[[], object]:
+def _noise(model: nn.Module, mode: str, size: int, correlation: Any = None) -> Callable[[], object]:
     """A release of all gradients; made beforehand and used again, since only the time matters."""
     source, sums = noise_source(mode), [torch.randn_like(p) for p in model.parameters()]
+    if (history := None if correlation is None else history_of(correlation, PLANNED)) is not None:
+        return lambda: history.release(source, sums, 1.0, float(size))
     return lambda: source.release(sums, 1.0, float(size))
 
 

@@ -10,12 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
+import scipy
 import torch
 from torch import Tensor
 
-from ghostclip.noise.correlation import Correlation, inverse_series, minimized, square_root_series
+from ghostclip.noise.correlation import Correlation, minimized, square_root_series
 from ghostclip.validate import positive_int
 
 __all__ = ["BandedToeplitz"]
@@ -102,6 +104,25 @@ def _optimal(bands: int, steps: int) -> np.ndarray:
     return np.concatenate([[1.0], found])
 
 
+class Inverse(torch.autograd.Function):
+    """The power series g [size] with c * g = 1, for a short c; the derivative of g by c_j is minus j zeros and g * g.
+
+    A recursion, of which every digit is right: by Fourier transforms the search ended at its start for 100,000 steps.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, series: Tensor, size: int) -> Tensor:
+        ctx.series = series.numpy()
+        ctx.found = scipy.signal.lfilter([1.0], ctx.series, np.eye(1, size)[0])
+        return torch.from_numpy(ctx.found)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        squared, by = scipy.signal.lfilter([1.0], ctx.series, ctx.found), grad.numpy()
+        size = len(by)
+        return torch.tensor([-(by[lag:] @ squared[: size - lag]) for lag in range(len(ctx.series))]), None
+
+
 def banded_error(series: Tensor, steps: int) -> Tensor:
     """|A C^-1|_F^2 for C = T D, as `Correlation.error` has it, in time steps x bands; differentiable.
 
@@ -111,12 +132,12 @@ def banded_error(series: Tensor, steps: int) -> Tensor:
     """
     bands, full = len(series), steps - len(series) + 1
     norms = series.square().cumsum(0).sqrt()
-    inverse = inverse_series(series, steps)
+    inverse = Inverse.apply(series, steps)
     sums = norms[-1] * inverse.cumsum(0)
     squares = torch.arange(full, 0, -1, dtype=series.dtype) @ sums[:full].square()
     # Rows of the last steps, whose columns are cut short: entry i of row t is g[t - i].
-    reversed_ = torch.cat([inverse.flip(0), torch.zeros(steps, dtype=series.dtype)])
-    rows = reversed_.unfold(0, steps, 1)[: bands - 1].flip(0)
+    reversed_ = torch.cat([inverse.flip(0), torch.zeros(bands - 2, dtype=series.dtype)])
+    rows = reversed_.unfold(0, steps, 1).flip(0)
     last = torch.cat([sums[:full].flip(0), torch.zeros(bands - 1, dtype=series.dtype)])
     prefix = last + (norms[:-1].flip(0)[:, None] * rows).cumsum(0)
     return squares + prefix.square().sum()

@@ -157,8 +157,7 @@ class Buffered(NoiseHistory):
 
     def _take_in(self, fresh: Sequence[Tensor]) -> None:
         for state, each in zip(self._state, fresh, strict=True):
-            for buffer, rate in zip(state, self._rates, strict=True):
-                buffer.mul_(float(rate)).add_(each)
+            state.mul_(torch.as_tensor(self._rates).to(state).view(-1, *[1] * each.dim())).add_(each)
 
 
 def history_of(correlation: Correlation, steps: int) -> NoiseHistory | None:

@@ -59,6 +59,14 @@ def test_no_other_coefficients_nearby_have_a_smaller_error(bands: int) -> None:
             assert BandedToeplitz(coefficients=other.tolist()).error(steps=STEPS) > least
 
 
+@pytest.mark.parametrize("steps", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_coefficients_of_long_runs_are_better_than_those_of_shorter_ones(steps: int) -> None:
+    """In memory for a few times the bands of numbers a step."""
+    best = BandedToeplitz(bands=8)
+    shorter = BandedToeplitz(coefficients=best.series(steps // 4)[:8].tolist())
+    assert 0.99 * shorter.error(steps=steps) < best.error(steps=steps) < shorter.error(steps=steps)
+
+
 def test_errors_fall_with_bands_and_buffers_to_that_of_the_best_toeplitz_matrix() -> None:
     banded = [BandedToeplitz(bands=bands).error(steps=200) for bands in (1, 2, 4, 8, 16, 200)]
     buffered = [BufferedToeplitz(buffers=buffers).error(steps=200) for buffers in (1, 2, 3)]
