@@ -101,7 +101,7 @@ def panels_of(found: Audit) -> list[AuditPanel]:
         }
         panels.append(AuditPanel(f"{what}, sampling rate {white.sample_rate:.3g}", claimed, releases, both))
         lines = {"Gaussian": [point.training for point in white.curve]}
-    levels = {bound.method: bound.epsilon for bound in found.bounds if bound.method == "one-run"}
+    levels = {bound.method: bound.epsilon for bound in found.bounds if bound.method.startswith("one-run")}
     panels.append(AuditPanel("the whole training", found.claimed, releases, lines, levels))
     return panels
 
