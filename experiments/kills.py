@@ -30,6 +30,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +44,10 @@ from ghostclip import PrivacyEngine
 from ghostclip.bench.machine import describe, in_words
 from ghostclip.checkpoint import folder
 from ghostclip.ledger import Ledger, files
+from ghostclip.noise import BandedToeplitz
 
 BLOCK, STEPS, SAVE_EVERY = 5, 60, 4
+BANDS = 4  # of the runs with correlated noise
 # An attempt stops by itself after so many steps, so that a point it never comes to doesn't end the run.
 MOST_STEPS = 12
 ATTEMPTS = 14
@@ -165,18 +168,20 @@ def losses_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def engine_for(ledger: Ledger | None) -> PrivacyEngine:
-    """A small network about to be trained."""
+def engine_for(ledger: Ledger | None, bands: int = 1) -> PrivacyEngine:
+    """A small network about to be trained, with noise that so many steps share."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(64, 8), torch.arange(64) % 3)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return PrivacyEngine(model, optimizer, data, batch_size=8, noise_multiplier=1.0, ledger=ledger, self_check=False)
+    shared: dict[str, Any] = {"sampling": "cyclic_poisson", "correlation": BandedToeplitz(bands=bands), "steps": STEPS}
+    options = {"batch_size": 8, "noise_multiplier": 1.0, "self_check": False} | (shared if bands > 1 else {})
+    return PrivacyEngine(model, optimizer, data, ledger=ledger, **options)
 
 
-def warm_up() -> None:
+def warm_up(bands: int) -> None:
     """A few steps, a save and a restore, after which a fork finds everything loaded."""
-    engine = engine_for(None)
+    engine = engine_for(None, bands)
     for batch in engine.batches():
         engine.step(batch, losses_of)
     with tempfile.TemporaryDirectory() as place:
@@ -184,10 +189,10 @@ def warm_up() -> None:
         engine.restore(Path(place) / "checkpoint")
 
 
-def attempt(place: Path, shared: Shared, trap: Trap, most: int) -> None:
+def attempt(place: Path, shared: Shared, trap: Trap, most: int, bands: int = 1) -> None:
     """Trains from the last checkpoint on, ``most`` steps or to the last one."""
     set_traps(trap)
-    engine = engine_for(Ledger(place / "run.ledger", block=BLOCK))
+    engine = engine_for(Ledger(place / "run.ledger", block=BLOCK), bands)
     shared["known"] = sum(event.count for event in engine.events)
     shared["progress"] = shared["resumed_at"] = 0
     saved = place / "checkpoint"
@@ -281,7 +286,7 @@ def check_ended(place: Path, shared: Shared, status: int, before: int) -> None:
         raise Broken(f"an attempt knew of {shared['known']} steps where {before} were released before")
 
 
-def one_run(place: Path, plan: Sequence[str], added: dict[str, list[int]], draw: random.Random) -> int:
+def one_run(place: Path, plan: Sequence[str], added: dict[str, list[int]], draw: random.Random, bands: int = 1) -> int:
     """Attempts killed as planned, then one that isn't, to the end; returns how many went on from a checkpoint.
 
     Args:
@@ -294,7 +299,7 @@ def one_run(place: Path, plan: Sequence[str], added: dict[str, list[int]], draw:
         before = shared["known"] = shared["released"]  # what is known holds until the attempt has read its ledger
         wait = draw.uniform(0, LONGEST_WAIT) if what == RANDOM else None
         trap, most = (Trap(what, _turn(what, draw)), MOST_STEPS) if what else (Trap("", 0), STEPS)
-        status = forked(place, shared, trap, most, wait)
+        status = forked(place, shared, trap, most, wait, partial(attempt, bands=bands))
         check_ended(place, shared, status, before)
         resumed += shared["resumed_at"] > 0
         killed = what if status == -signal.SIGKILL else None
@@ -326,17 +331,17 @@ def plan_of(points: list[str], draw: random.Random) -> list[str]:
     return first + [what for group in groups for what in group]
 
 
-def measure(kills: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs until there were so many kills, each point about as often as any other."""
+def measure(kills: int, seed: int, say: Callable[[str], None], bands: int = 1) -> dict[str, Any]:
+    """Runs until there were so many kills, each point about as often as any other; noise has so many ``bands``."""
     draw = random.Random(seed)
     added: dict[str, list[int]] = {what: [] for what in (*POINTS, RANDOM)}
-    warm_up()
+    warm_up(bands)
     runs = resumed = done = 0
     while done < kills:
         rarest = sorted(POINTS, key=lambda what: (len(added[what]), draw.random()))
         plan = plan_of(rarest[: ATTEMPTS - ATTEMPTS // 3], draw)
         with tempfile.TemporaryDirectory() as place:
-            resumed += one_run(Path(place), plan, added, draw)
+            resumed += one_run(Path(place), plan, added, draw, bands)
         runs, done = runs + 1, sum(map(len, added.values()))
         say(f"{done} kills in {runs} runs")
     rows = {
@@ -344,13 +349,20 @@ def measure(kills: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]
         for what, found in added.items()
         if found
     }
-    settings = {"block": BLOCK, "steps": STEPS}
+    settings = {"block": BLOCK, "steps": STEPS, "bands": bands}
     return {"kills": done, "runs": runs, "resumed_from_a_checkpoint": resumed, **settings, "points": rows}
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The results as a table."""
+    """The results as tables."""
+    parts = [*_table(results), *(_table(results["correlated"]))]
+    return "\n".join([*parts, f"Machine: {in_words(results['machine'])}.", ""])
+
+
+def _table(results: dict[str, Any]) -> list[str]:
+    noise = f"With noise that {results['bands']} steps share: " if results["bands"] > 1 else ""
     lines = [
+        f"{noise}"
         f"{results['kills']} kills in {results['runs']} runs of {results['steps']} steps, in blocks of "
         f"{results['block']}. After every one the ledger counted at least what had been released, and the run went on "
         f"to its last step. {results['resumed_from_a_checkpoint']} attempts started from a checkpoint.",
@@ -360,7 +372,7 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     for what, row in results["points"].items():
         lines.append(f"| {what} | {row['kills']} | {row['least_added']} | {row['most_added']} |")
-    return "\n".join([*lines, "", f"Machine: {in_words(results['machine'])}.", ""])
+    return [*lines, ""]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -372,7 +384,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     try:
-        results = measure(options.kills, options.seed, lambda line: print(line, file=sys.stderr))
+        say = partial(print, file=sys.stderr)
+        results = measure(options.kills, options.seed, say)
+        results["correlated"] = measure(options.kills // 2, options.seed, say, BANDS)
     except Broken as broken:
         print(broken, file=sys.stderr)
         return 1
