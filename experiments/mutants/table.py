@@ -2797,8 +2797,8 @@ BY_MARKS = [
     Mutant(
         "rows of several examples at a boundary are no matter",
         MEASURING,
-        "        if found.rows is None or (found.open and",
-        "        if (found.open and",
+        "        if found.rows is None or (found.uncertain and",
+        "        if (found.uncertain and",
         ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(
@@ -3099,7 +3099,7 @@ BY_MARKS = [
     Mutant(
         "marks count alike in all backwards",
         MARKED,
-        "        code = code * 512 + each\n",
+        "        code = code * (2 * most + 1) + each\n",
         "        code = code + each\n",
         (*PARTS, "permuted_rows"),
     ),
@@ -3113,28 +3113,28 @@ BY_MARKS = [
     Mutant(
         "rows that fit two orders are settled",
         MARKED,
-        "unclear=len(found) > 1)",
-        "unclear=False)",
+        "ambiguous=len(found) > 1)",
+        "ambiguous=False)",
         (*TRAPPED, "diagonal"),
     ),
     Mutant(
         "a layout that fits two orders is stored",
         STORED,
-        "any(not each.shown or each.unclear for each in seen)",
+        "any(not each.shown or each.ambiguous for each in seen)",
         "any(not each.shown for each in seen)",
         (*TRAPPED, "diagonal"),
     ),
     Mutant(
         "rows of one example show those of all",
         STORED,
-        "any(not each.shown or each.unclear for each in seen)",
-        "any(each.unclear for each in seen)",
+        "any(not each.shown or each.ambiguous for each in seen)",
+        "any(each.ambiguous for each in seen)",
         (*PARTS, "single_example"),
     ),
     Mutant(
         "one example may not hide others in a row",
         SEARCH,
-        "    if not found.open:\n",
+        "    if not found.uncertain:\n",
         "    if True:\n",
         ("tests/clipper/test_nonfinite_shared.py", "-k", "overflow_in_float32"),
     ),
@@ -3365,22 +3365,22 @@ BY_MARKS = [
     Mutant(
         "rows are reversed, not overwritten",
         RERUN,
-        "max(row, half) if part else min(row, half - 1)",
-        "row if part else rows - 1 - row",
+        "max(row, middle) if half else min(row, middle - 1)",
+        "row if half else rows - 1 - row",
         (*TRAPPED, "reads or times_the_mean"),
     ),
     Mutant(
         "rows are exchanged in pairs, not overwritten",
         RERUN,
-        "max(row, half) if part else min(row, half - 1)",
-        "row if part else min(row ^ 1, rows - 1)",
+        "max(row, middle) if half else min(row, middle - 1)",
+        "row if half else min(row ^ 1, rows - 1)",
         (*TRAPPED, "reads or times_the_mean"),
     ),
     Mutant(
         "only one forward has rows overwritten",
         RERUN,
-        "max(row, half) if part else min(row, half - 1)",
-        "row if part else min(row, half - 1)",
+        "max(row, middle) if half else min(row, middle - 1)",
+        "row if half else min(row, middle - 1)",
         (*PARTS, "overwritten_once"),
     ),
     Mutant(
@@ -3414,7 +3414,7 @@ BY_MARKS = [
     Mutant(
         "arguments without examples are the same in both forwards",
         FORWARDS,
-        "                if part:\n",
+        "                if half:\n",
         "                if False:\n",
         (*TRAPPED, "times_the_mean"),
     ),
@@ -3646,8 +3646,8 @@ NOISE_OVER_STEPS = [
     Mutant(
         "buffers that don't decay",
         HISTORY,
-        "buffer.mul_(float(rate)).add_(each)",
-        "buffer.add_(each)",
+        "state.mul_(torch.as_tensor(self._rates).to(state).view(-1, *[1] * each.dim())).add_(each)",
+        "state.add_(each)",
         CORRELATED,
     ),
     Mutant(

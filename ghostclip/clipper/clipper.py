@@ -172,13 +172,13 @@ class GhostClipper(RefusesNames):
         """Raises UnsupportedModelError where the model was sharded among processes since it was wrapped."""
         self.sharding.check(self.passes.index.names)
 
-    def indexed(self, batch_index: BatchIndex, losses: Tensor) -> AbstractContextManager[None]:
+    def with_index(self, batch_index: BatchIndex, losses: Tensor) -> AbstractContextManager[None]:
         """Inside, passes over the graph of ``losses`` [B] take rows by an index, as `backward` says."""
         if batch_index is None:
             return self.sharding.unsharded_parameters()
         if self.sharding.sharded:
             raise ValueError("batch_index and fully_shard don't go together; leave one of them out")
-        return self.passes.indexed(batch_index, losses)
+        return self.passes.with_index(batch_index, losses)
 
     @keeping_grad_mode
     def norms(
@@ -202,9 +202,9 @@ class GhostClipper(RefusesNames):
         """
         if per is not None:
             one_of(("layer", "parameter"), per=per)
-        with self.sharding.unsharded_values(), self.indexed(batch_index, losses):
+        with self.sharding.unsharded_values(), self.with_index(batch_index, losses):
             self.check_whole()
-            run = self.passes.measure(losses, retain_graph=retain_graph)
+            run = self.passes.norms_pass(losses, retain_graph=retain_graph)
         if per is None:
             return run.norms()
         names = {id(parameter): name for name, parameter in self.passes.index.trained()}
@@ -220,7 +220,7 @@ class GhostClipper(RefusesNames):
 
         Raises as `norms` does.
         """
-        with self.sharding.unsharded_values(), self.indexed(batch_index, losses):
+        with self.sharding.unsharded_values(), self.with_index(batch_index, losses):
             self.check_whole()
             return self.passes.first_pass(losses, Keep.MATERIALISED, retain_graph=retain_graph).per_example_grads()
 
@@ -248,7 +248,7 @@ class GhostClipper(RefusesNames):
             UnsupportedModelError: examples mix, a parameter is used outside of its layer, or the model was sharded
                 after it was wrapped.
         """
-        with self.sharding.summed(), self.indexed(batch_index, losses):
+        with self.sharding.summed(), self.with_index(batch_index, losses):
             self.check_whole()
             self.passes.index.watch()
             trained = self.passes.index.trained()

@@ -171,7 +171,7 @@ class NormCollector(TermReceiver):
         self._planner, self._trained, self.scale = planner, trained, scale
         self._keep, self._room, self._exact = keep, room, exact
         self.takes_pairs = keep is not Keep.MATERIALISED
-        self._measured: list[SquaredNorms] = []
+        self._squares: list[SquaredNorms] = []
         # Of layers under activation checkpointing no terms are kept, unless they take little: adapters of
         # rank 16 have small gradients of many examples, and a second backward would compute all blocks once more.
         self.not_kept = set[int]()
@@ -208,7 +208,7 @@ class NormCollector(TermReceiver):
 
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
         for (owner, _), squared in zip(parts, pair.squared_norms(), strict=True):
-            self._measured.append((owner, squared, None))
+            self._squares.append((owner, squared, None))
             self.choices[owner] = SOLE
         if self._keep is Keep.ALL and parts[0][0] not in self.not_kept:
             self.kept[tuple(parts)] = pair
@@ -248,7 +248,7 @@ class NormCollector(TermReceiver):
                 room += 0 if address in held or address in own else tensor.nbytes
                 own.add(address)
         answer, self.choices[part[0]] = self._planner.answer(term, room is not None, room, exact=self._exact)
-        self._measured.append((part[0], answer.squared_norms, answer.absolute))
+        self._squares.append((part[0], answer.squared_norms, answer.absolute))
         if room is None:
             return
         if answer.kept is not None:
@@ -264,14 +264,14 @@ class NormCollector(TermReceiver):
     @torch.no_grad()
     def measure_exactly(self) -> None:
         """Squared norms of all parameters once more, from what is kept of them all, in no form that may cancel."""
-        self._measured = []
+        self._squares = []
         with full_precision(self._device):
             for parts, term in self.kept.items():
                 if isinstance(term, LinearPair):
                     self._take_pair(parts, term)
                 else:
                     answer, self.choices[parts[0][0]] = self._planner.answer(term, False, exact=True)
-                    self._measured.append((parts[0][0], answer.squared_norms, answer.absolute))
+                    self._squares.append((parts[0][0], answer.squared_norms, answer.absolute))
 
     @property
     def kept_owners(self) -> frozenset[int]:
@@ -285,19 +285,19 @@ class NormCollector(TermReceiver):
 
     def norms(self) -> Tensor:
         """||g_i||, [B]."""
-        return self._root([squared for _, squared, _ in self._measured])
+        return self._root([squared for _, squared, _ in self._squares])
 
     def norms_and_bounds(self) -> tuple[Tensor, Tensor]:
         """||g_i|| [B] as measured, and with the rounding margin that weights are computed with.
 
         Where the margin is not finite, neither is the norm.
         """
-        return self._bounded(self._measured)
+        return self._bounded(self._squares)
 
     def norms_by_group(self, group_of: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The same for each group of {id of a trained parameter: group}; zeros for one that took no part."""
         members: dict[str, list[SquaredNorms]] = {group: [] for group in group_of.values()}
-        for each in self._measured:
+        for each in self._squares:
             if each[0] in group_of:
                 members[group_of[each[0]]].append(each)
         both = {group: self._bounded(own) for group, own in members.items()}

@@ -22,7 +22,7 @@ from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelError
 from ghostclip.graph.alarm import ALARM
 from ghostclip.graph.layouts import Layouts
-from ghostclip.graph.overwritten import FindForward, Forward
+from ghostclip.graph.overwritten import FindForward, OverwrittenForward
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import backward_to_layers, free_graph, from_gradients, read_graph
 from ghostclip.graph.row_layout import RowLayout
@@ -63,7 +63,7 @@ class FirstPasses:
         forward: runs the step's forward again on other examples, for a batch whose layout isn't known; None where
             nothing can.
         calls: of the model, to be run again where no loss function is known.
-        measures_next: whether ownership is measured in the next batch, whatever is known.
+        must_measure: whether ownership is measured in the next batch, whatever is known.
         is_open: whether the last batch's layout isn't stored, so that the next one like it will be measured.
     """
 
@@ -81,9 +81,9 @@ class FirstPasses:
         self._memory_budget, self.scale = memory_budget, loss_scale
         self.index = ParameterNames(model)
         self.choices: Mapping[int, StrategyChoice] | None = None
-        self.forward: Forward | None = None
+        self.forward: OverwrittenForward | None = None
         self.calls: ModelCalls | None = None
-        self.is_open = self.measures_next = False
+        self.is_open = self.must_measure = False
         self.parameters: dict[int, nn.Parameter] = {}
         self._layouts = Layouts(sharding.keep_resident)
         self._indices = list[RowIndex]()
@@ -114,12 +114,12 @@ class FirstPasses:
         losses = self._scaled(losses)
         hooked = self.calls is not None and self.calls.hooked()
         # What isn't clipped isn't watched by marks, either.
-        anew = (keep is not Keep.CHOSEN or self.measures_next) and not is_traced()
+        anew = (keep is not Keep.CHOSEN or self.must_measure) and not is_traced()
         found = self._pass(losses, keep, exact, retain_graph, hooked, anew)
         if found is None:
             found = self._pass(losses, keep, exact, retain_graph, hooked, anew=True)
         assert found is not None
-        self.measures_next = False
+        self.must_measure = False
         return found
 
     def _scaled(self, losses: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class FirstPasses:
             room += int(RECOMPUTED_SHARE * self.index.nbytes)
         return room if self._memory_budget is None else min(room, self._memory_budget)
 
-    def measure(self, losses: Tensor, keep: Keep = Keep.NOTHING, *, retain_graph: bool) -> NormCollector:
+    def norms_pass(self, losses: Tensor, keep: Keep = Keep.NOTHING, *, retain_graph: bool) -> NormCollector:
         """A first pass for norms; on a GPU once more, exactly, where a norm is not finite."""
         once = not isinstance(losses, Tensor) or may_sync(losses.device)
         run = self.first_pass(losses, keep, retain_graph=retain_graph or not once)
@@ -232,7 +232,7 @@ class FirstPasses:
             self._layouts = known
 
     @contextmanager
-    def running(self, forward: Forward | None) -> Iterator[None]:
+    def running(self, forward: OverwrittenForward | None) -> Iterator[None]:
         """Inside, the forward behind the losses can be run again by ``forward``."""
         before, self.forward = self.forward, forward
         if self.calls is not None:
@@ -245,7 +245,7 @@ class FirstPasses:
                 self.calls.noting = before is None
 
     @contextmanager
-    def indexed(self, batch_index: Any, losses: Tensor) -> Iterator[None]:
+    def with_index(self, batch_index: Any, losses: Tensor) -> Iterator[None]:
         """Inside, rows of layers belong to the examples of ``losses`` [B] by indices.
 
         Raises what `check_losses` and `read_indices` raise.

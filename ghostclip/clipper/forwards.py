@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from ghostclip.clipper.cutting import cut, tensors_of
 from ghostclip.clipper.trial import TRYING, without_trace
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.nodes import from_below
-from ghostclip.graph.overwritten import NOT_FIRST, Forward, overwriting
+from ghostclip.graph.nodes import inputs_first
+from ghostclip.graph.overwritten import NOT_FIRST, OverwrittenForward, overwriting
 from ghostclip.sharding.hooks import hooked_since
 
 __all__ = ["ModelCalls", "forward_of", "without_ranks"]
@@ -33,7 +33,7 @@ def without_ranks(model: nn.Module) -> nn.Module:
     return model
 
 
-def forward_of(model: nn.Module, loss_fn: LossFunction, batch: Any, rows: int | None = None) -> Forward:
+def forward_of(model: nn.Module, loss_fn: LossFunction, batch: Any, rows: int | None = None) -> OverwrittenForward:
     """Runs ``loss_fn(model, batch)`` again.
 
     Args:
@@ -42,9 +42,9 @@ def forward_of(model: nn.Module, loss_fn: LossFunction, batch: Any, rows: int | 
         rows: of the batch's tensors; None: one for each loss.
     """
 
-    def forward(part: int, examples: int) -> Sequence[Tensor]:
+    def forward(half: int, examples: int) -> Sequence[Tensor]:
         count = examples if rows is None else rows
-        other = _overwritten(batch, overwriting(part, count), floats=True)
+        other = _overwritten(batch, overwriting(half, count), floats=True)
         with without_trace(model):
             return [loss_fn(without_ranks(model), other)]
 
@@ -104,9 +104,9 @@ class ModelCalls:
         self._used = True
         return found
 
-    def behind(self, losses: Tensor) -> Forward | None:
+    def behind(self, losses: Tensor) -> OverwrittenForward | None:
         """Runs those calls again that made some of the graph of ``losses``; None where none did."""
-        numbers = [node._sequence_nr() for node in from_below(losses.grad_fn)]
+        numbers = [node._sequence_nr() for node in inputs_first(losses.grad_fn)]
         ends = [*[call.number for call in self._calls][1:], torch._C._autograd._get_sequence_nr()]
         calls = [
             call
@@ -115,15 +115,15 @@ class ModelCalls:
         ]
         return functools.partial(self._run, calls) if calls else None
 
-    def _run(self, calls: Sequence[_Call], part: int, examples: int) -> Sequence[Tensor]:
+    def _run(self, calls: Sequence[_Call], half: int, examples: int) -> Sequence[Tensor]:
         model = None if self._model is None else self._model()
         assert model is not None
-        found, rows = list[Tensor](), overwriting(part, examples)
+        found, rows = list[Tensor](), overwriting(half, examples)
         with without_trace(model):
             for call in calls:
                 args = [_overwritten(each, rows, floats=False) for each in call.args]
                 kwargs = {name: _overwritten(each, rows, floats=False) for name, each in call.kwargs.items()}
-                if part:
+                if half:
                     args, kwargs = tree_map(functools.partial(_changed, examples), (args, kwargs))
                 found += [tensor for _, tensor in tensors_of(model(*args, **kwargs), examples)]
         return [tensor for tensor in found if tensor.requires_grad]

@@ -92,7 +92,7 @@ class TwoPasses(FirstPasses):
     def clip(self, losses: Tensor, add: Add, *, retain_graph: bool) -> tuple[Any, Any]:
         """Hands the clipped sum of losses [B] to ``add``; returns norms and weights, [B] or {group: [B]}."""
         with without_autocast(losses), self.sharding.unsharded_parameters():
-            run, norms, bounds, finite = self._measured(losses, retain_graph)
+            run, norms, bounds, finite = self._first_pass(losses, retain_graph)
             weights: Any = self.clipping.weights(self.scaled(bounds))
             self.left_out = finite is not None
             if finite is not None:
@@ -104,7 +104,7 @@ class TwoPasses(FirstPasses):
         """An empty accumulator, whose ``add`` is to be given to `clip`."""
         return ParameterSums(self.parameters)
 
-    def _measured(self, losses: Tensor, retain_graph: bool) -> tuple[NormCollector, Any, Any, Tensor | None]:
+    def _first_pass(self, losses: Tensor, retain_graph: bool) -> tuple[NormCollector, Any, Any, Tensor | None]:
         """A first pass, its `norms_and_bounds`, and which examples are finite, [B]; None where all are."""
         run = self.first_pass(losses, Keep.CHOSEN, retain_graph=retain_graph)
         norms, bounds = self.norms_and_bounds(run)
@@ -151,7 +151,7 @@ class TwoPasses(FirstPasses):
             {group: [B]} and {id of a parameter: sum}, float32 or wider.
         """
         with without_autocast(losses), self.sharding.unsharded_parameters():
-            run, norms, _, finite = self._measured(losses, retain_graph=True)
+            run, norms, _, finite = self._first_pass(losses, retain_graph=True)
             by_group, _ = run.norms_by_group(groups)
             some = next(iter(norms.values())) if isinstance(norms, dict) else norms
             weights = torch.ones_like(some) if finite is None else finite.to(some.dtype)

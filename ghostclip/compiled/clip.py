@@ -133,7 +133,7 @@ class CompiledClip:
         """
         asked = self.ask(loss_fn, batch)
         plan = None if asked is None else self._plans.get(asked.key)
-        if asked is None or self.passes.measures_next or (plan is not None and self._is_due(plan)):
+        if asked is None or self.passes.must_measure or (plan is not None and self._is_due(plan)):
             return self.eager(loss_fn, batch)
         if plan is None:
             result = self.eager(loss_fn, batch)
@@ -168,8 +168,8 @@ class CompiledClip:
     def _is_due(self, plan: GraphPlan) -> bool:
         """Whether a batch runs eagerly, for ownership to be measured, which no graph does."""
         plan.batches += 1
-        self.passes.measures_next = plan.batches % MEASURED == 0
-        return self.passes.measures_next
+        self.passes.must_measure = plan.batches % MEASURED == 0
+        return self.passes.must_measure
 
     def eager(self, loss_fn: LossFunction, batch: Any) -> Clipped:
         """The same without compiling: what a graph is held against."""

@@ -90,7 +90,7 @@ class LogicalStep:
         if piece.users is not None:
             losses = piece.users.add_up(losses)
         try:
-            with self._clipper.indexed(piece.batch_index, losses), self._sums.physical_batch(piece.more) as add:
+            with self._clipper.with_index(piece.batch_index, losses), self._sums.physical_batch(piece.more) as add:
                 passes.index.watch()
                 self._self_check.backward(losses)
                 if release.trace is not None:

@@ -250,9 +250,9 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
         # What all examples share is looked for again in the 1st, 2nd, 4th batch and so on, and with a stored layout.
         open_ = structure.layout is None and (structure.unsettled or not may_store)
         if open_ and structure.shared is not None and not structure.is_scheduled:
-            found = measuring.in_part(batch, structure.shared, hold)
+            found = measuring.measure_boundaries(batch, structure.shared, hold)
         if found is None:
-            found = measuring.whole(batch, every_tensor=may_store, hold=hold)
+            found = measuring.measure_all(batch, every_tensor=may_store, hold=hold)
             _remember(structure, batch, found, may_store)
         check_calls(uses, found.owned, found.shared_calls, batch.indices, batch.names)
         if structure.layout is None and structure.is_scheduled:
@@ -293,7 +293,7 @@ def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: b
     unseen = any(owned[call].zero for call in found.shared_calls) or not (region is None or region.shown)
     if unseen or moves is None or moves.moved(uses, examples):
         return
-    if any(not each.shown or each.unclear for each in seen):
+    if any(not each.shown or each.ambiguous for each in seen):
         return
     structure.unsettled = False
     structure.layout = _Layout(

@@ -2,9 +2,9 @@
 
 Marks are read at the layers, and at some tensors between them. For a layout that is to be stored these are all, since
 any operation may move rows by values in a later batch (moves.py); else those from parameters used outside of layers up
-to where examples enter (`whole`). Where what all examples share was found in an earlier batch of the structure, they
-are the boundaries alone (`in_part`): below a boundary whose rows have one owner each, gradients are those of that
-example.
+to where examples enter (`measure_all`). Where what all examples share was found in an earlier batch of the structure,
+they are the boundaries alone (`measure_boundaries`): below a boundary whose rows have one owner each, gradients are
+those of that example.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex
 
-__all__ = ["Batch", "Measured", "in_part", "whole"]
+__all__ = ["Batch", "Measured", "measure_all", "measure_boundaries"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Measured:
         return set() if self.region is None else set(self.region.calls.values())
 
 
-def whole(batch: Batch, every_tensor: bool, hold: bool) -> Measured:
+def measure_all(batch: Batch, every_tensor: bool, hold: bool) -> Measured:
     """What marks show of all layers, and of the tensors that matter.
 
     Args:
@@ -123,7 +123,7 @@ def whole(batch: Batch, every_tensor: bool, hold: bool) -> Measured:
     return Measured(owned, region, held or None)
 
 
-def in_part(batch: Batch, known: KnownShared, hold: bool) -> Measured | None:
+def measure_boundaries(batch: Batch, known: KnownShared, hold: bool) -> Measured | None:
     """What marks show of the layers and the ``known`` boundaries; None where more has to be looked at.
 
     Args:
@@ -140,7 +140,7 @@ def in_part(batch: Batch, known: KnownShared, hold: bool) -> Measured | None:
     given |= {edge: reads_examples(edge[0], own) for edge, own in zip(edges, known.shared_inputs(uses), strict=True)}
     for subject, reads in given.items():
         found = owned[subject]
-        if found.rows is None or (found.open and not (found.is_of_one and reads)):
+        if found.rows is None or (found.uncertain and not (found.is_of_one and reads)):
             return None
     if not all(owned[each].zero for each in silent):
         return None

@@ -19,7 +19,7 @@ from ghostclip.nn.base import LayerCall
 __all__ = [
     "ACCUMULATE",
     "Edge",
-    "from_below",
+    "inputs_first",
     "inputs_of",
     "is_own_function",
     "number_of",
@@ -205,7 +205,7 @@ def inputs_of(node: Any) -> Sequence[Edge]:
     return node.next_functions
 
 
-def from_below(*starts: Any) -> list[Any]:
+def inputs_first(*starts: Any) -> list[Any]:
     """The nodes ``starts`` and all behind them, over the inside of layers, each after all of its inputs."""
     ordered: list[Any] = []
     seen: set[Any] = set()

@@ -28,23 +28,23 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of
+from ghostclip.graph.nodes import ACCUMULATE, Edge, inputs_first, inputs_of
 from ghostclip.graph.operations import hides_constants
 from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.shared.boundary import BroadcastBoundary
-from ghostclip.graph.shared.search import mixes
+from ghostclip.graph.shared.search import mixing_error
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall
 
-__all__ = ["NOT_FIRST", "FindForward", "Forward", "check_shared", "computed", "overwriting"]
+__all__ = ["NOT_FIRST", "FindForward", "OverwrittenForward", "check_shared", "computed", "overwriting"]
 
-# Runs the step's forward again on a batch overwritten in the first or second way (0 or 1), given how many losses there
+# Runs the step's forward again on rows of the batch's first or second half (0 or 1) alone, given how many losses there
 # are; returns tensors from which its graph is read. It leaves no trace in the model and in random states.
-Forward = Callable[[int, int], Sequence[Tensor]]
+OverwrittenForward = Callable[[int, int], Sequence[Tensor]]
 # Finds what runs it again; None where nothing can.
-FindForward = Callable[[], Forward | None]
+FindForward = Callable[[], OverwrittenForward | None]
 REMEDY = "call engine.step(batch, loss_fn) or clipper.clip(loss_fn, batch), which can run the forward on other examples"
 NOT_FIRST = (
     "whether what all examples share depends on them could not be tried: a tensor that the forward was given has not "
@@ -53,10 +53,10 @@ NOT_FIRST = (
 )
 
 
-def overwriting(part: int, rows: int) -> list[int]:
-    """Which rows the first or second (0 or 1) overwritten batch has: of four, [0, 1, 1, 1] and [2, 2, 2, 3]."""
-    half = rows // 2
-    return [max(row, half) if part else min(row, half - 1) for row in range(rows)]
+def overwriting(half: int, rows: int) -> list[int]:
+    """Which rows an overwritten batch has, of the first or second half (0, 1): of 4, [0, 1, 1, 1] or [2, 2, 2, 3]."""
+    middle = rows // 2
+    return [max(row, middle) if half else min(row, middle - 1) for row in range(rows)]
 
 
 def computed(uses: Uses, region: SharedSubgraph) -> list[Any]:
@@ -89,7 +89,7 @@ def check_shared(
         _refuse_unknown(saving, f"; {REMEDY}", names)
         return True
     try:
-        reruns = [_Rerun(run, part, region.examples) for part in (0, 1)]
+        reruns = [_Rerun(run, half, region.examples) for half in (0, 1)]
     except Exception as error:
         if not saving:  # what enters at boundaries is all that could be seen
             return True
@@ -100,7 +100,7 @@ def check_shared(
     pairs = _pairs(uses, set(region.shared), reruns)
     for node, pair in pairs.items():
         if node in saving and not _same(*map(_saved, pair)):
-            raise mixes(node, names)
+            raise mixing_error(node, names)
     why = (
         ": the forward on some of the batch's rows takes another way; remove branches that depend on the examples from "
         "before this place"
@@ -111,7 +111,7 @@ def check_shared(
         if nodes is not None and not _same(
             *[rerun.entering(boundary, node) for rerun, node in zip(reruns, nodes, strict=True)]
         ):
-            raise mixes(boundary.node, names)
+            raise mixing_error(boundary.node, names)
     if saving:
         _refuse_unchanged(pairs, uses, region, owned, names)
     return not _same(*[rerun.outputs for rerun in reruns])
@@ -170,7 +170,7 @@ class _Rerun(TorchFunctionMode):
 
     Args:
         run: runs it.
-        part: in which way they are, 0 or 1.
+        half: of which half, 0 or 1.
         examples: B.
 
     Attributes:
@@ -179,13 +179,13 @@ class _Rerun(TorchFunctionMode):
         followers: see `_followers`.
     """
 
-    def __init__(self, run: Forward, part: int, examples: int) -> None:
+    def __init__(self, run: OverwrittenForward, half: int, examples: int) -> None:
         super().__init__()
         self.values: dict[Edge, Tensor] = {}
         with self:
-            outputs = run(part, examples)
+            outputs = run(half, examples)
         self.outputs = [output.detach() for output in outputs]
-        self.followers = _followers(from_below(*[output.grad_fn for output in outputs]))
+        self.followers = _followers(inputs_first(*[output.grad_fn for output in outputs]))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -227,7 +227,7 @@ def _pairs(uses: Uses, shared: set[Any], reruns: Sequence[_Rerun]) -> dict[Any, 
 
     Nodes are found by their layers, and by inputs that are ``shared``.
     """
-    ordered, found = from_below(*uses.nodes), dict[Any, tuple[Any, Any]]()
+    ordered, found = inputs_first(*uses.nodes), dict[Any, tuple[Any, Any]]()
     own, first, second = _followers(ordered), reruns[0].followers, reruns[1].followers
     for node in ordered:
         for before in _before(node):

@@ -84,14 +84,14 @@ class Owned:
         examples: how many examples own a row that could be read (one that isn't zero, tiny or infinite).
         zero: all of its gradient is zero, so that nothing was shown.
         loose: some row fits to within `MarkScheme.tolerance` only, so that small examples may have a part in it.
-        unclear: the rows fit another order or dimension as well, as where only a diagonal isn't zero.
+        ambiguous: the rows fit another order or dimension as well, as where only a diagonal isn't zero.
     """
 
     rows: Rows | None
     examples: int = 0
     zero: bool = False
     loose: bool = False
-    unclear: bool = False
+    ambiguous: bool = False
 
     @property
     def shown(self) -> bool:
@@ -104,7 +104,7 @@ class Owned:
         return self.rows is not None and not self.zero and not self.examples
 
     @property
-    def open(self) -> bool:
+    def uncertain(self) -> bool:
         """Whether the rows fit, but mixing isn't ruled out."""
         return self.rows is not None and not self.zero and (self.loose or not self.shown)
 
@@ -317,7 +317,7 @@ class _Measured:
         found = [each for each in found if each.examples]  # rows of which none is finite fit any marks
         said = [each for each in found if not each.is_regular]
         best = said[0] if said else max(found, key=lambda each: each.examples, default=None)
-        return best and replace(best, unclear=len(found) > 1)
+        return best and replace(best, ambiguous=len(found) > 1)
 
     def _candidates(self, subject: Subject, indices: Sequence[RowIndex]) -> Iterator[Rows]:
         """What a subject's rows may be."""
@@ -379,9 +379,14 @@ class _Measured:
 
 
 def _codes(ratios: Tensor) -> Tensor:
-    """One number for the powers of two that are nearest to some ratios, [n, ...]; [...]."""
-    power = ratios.double().log2().round().nan_to_num(0, 0, 0).clamp(-255, 255).to(torch.int64) + 256
+    """One number for the powers of two that are nearest to some ratios, [n, ...]; [...].
+
+    Seven powers up to 2 ** 255 fit into 63 bits, or ten up to 2 ** 31: float16, whose marks are within 2 ** 4, takes
+    eight and more for over 4,096 examples.
+    """
+    most = 255 if len(ratios) < 8 else 31
+    power = ratios.double().log2().round().nan_to_num(0, 0, 0).clamp(-most, most).to(torch.int64) + most
     code = torch.zeros_like(power[0])
     for each in power:
-        code = code * 512 + each
+        code = code * (2 * most + 1) + each
     return code

@@ -23,7 +23,7 @@ from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import (
     ACCUMULATE,
     Edge,
-    from_below,
+    inputs_first,
     inputs_of,
     is_own_function,
     number_of,
@@ -113,7 +113,7 @@ class Uses:
     def above_parameters(self) -> set[Any]:
         """The nodes of layers and of parameters outside of them, and all nodes that these lead to."""
         found = {*self.leaves, *self.capturing.values()}
-        for node in from_below(self.nodes[0]) if self.nodes else ():
+        for node in inputs_first(self.nodes[0]) if self.nodes else ():
             if any(below in found for below, _ in inputs_of(node)):
                 found.add(node)
         return found
@@ -130,7 +130,7 @@ class Uses:
 
     def _made_of_parameters(self, by: Callable[[Any], bool]) -> set[Any]:
         found = set(self.leaves)
-        for node in from_below(self.nodes[0]) if found else ():
+        for node in inputs_first(self.nodes[0]) if found else ():
             below = [each for each, _ in inputs_of(node)]
             if below and found.issuperset(below) and by(node):
                 found.add(node)
@@ -143,7 +143,7 @@ class Uses:
         A backward that ends there, and at layers, visits all other nodes above parameters.
         """
         ends, reached = dict[Edge, None](), set(self.capturing.values())
-        for node in from_below(self.nodes[0]) if self.leaves else ():
+        for node in inputs_first(self.nodes[0]) if self.leaves else ():
             if node in self.weights or node in reached:
                 continue
             own = [edge for edge in inputs_of(node) if edge[0] in self.weights]
@@ -312,7 +312,7 @@ def _edges_below(losses: Tensor, wanted: Collection[LayerCall]) -> Iterator[Grad
     """Where a backward to the wanted calls ends: an edge just below each one that has none further down."""
     ids = {id(call) for call in wanted}
     above: set[Any] = set()
-    for node in from_below(losses.grad_fn):
+    for node in inputs_first(losses.grad_fn):
         reaches = any(below in above for below, _ in inputs_of(node))
         call = getattr(node, "call", None)
         if isinstance(call, LayerCall) and id(call) in ids:

@@ -14,7 +14,7 @@ from ghostclip.graph.nodes import Edge
 from ghostclip.graph.owners import Gradients, Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
-from ghostclip.graph.shared.search import mixes
+from ghostclip.graph.shared.search import mixing_error
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall, Sink
 from ghostclip.norms.ragged import RowIndex, RowOrder
@@ -108,7 +108,7 @@ def check_calls(
     for call in uses.calls:
         found = owned[call]
         if found.is_shared and call not in shared:
-            raise mixes(uses.capturing[call], names)
+            raise mixing_error(uses.capturing[call], names)
         if found.rows is None or found.zero:
             continue
         if found.rows.dim != call.batch_dim and "ghost_batch_dim" in vars(call.layer):

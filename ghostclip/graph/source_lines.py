@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.graph.nodes import from_below
+from ghostclip.graph.nodes import inputs_first
 from ghostclip.nn.base import LayerCall
 
 __all__ = ["current_line", "line_of"]
@@ -35,7 +35,7 @@ def line_of(place: Any, graphs: Iterable[Tensor]) -> str:
     torch keeps it for nodes that were made in anomaly mode.
     """
     if isinstance(place, LayerCall):
-        nodes = (node for losses in graphs for node in from_below(losses.grad_fn))
+        nodes = (node for losses in graphs for node in inputs_first(losses.grad_fn))
         place = next((node for node in nodes if getattr(node, "call", None) is place), None)
     kept = [] if place is None else place.metadata.get("traceback_", [])
     return _innermost((match[1], int(match[2])) for each in reversed(kept) if (match := FRAME.search(each)))

@@ -8,7 +8,6 @@ module or its Parameters: what is remembered lives in the graph and dies with it
 
 from __future__ import annotations
 
-import abc
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -205,7 +204,6 @@ class GhostLayer(torch.nn.Module):
             cls.rule = cls.rule or cls.__name__
             LAYERS[wraps] = cls
 
-    @abc.abstractmethod
     def per_example(
         self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor
     ) -> PerExampleGrads | Tensor:
@@ -220,6 +218,7 @@ class GhostLayer(torch.nn.Module):
         Returns:
             A term, or the gradients themselves as a tensor [B, *parameter shape].
         """
+        raise NotImplementedError(f"{type(self).__name__} defines no per_example, its gradient rule")
 
     def linear_pair(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> LinearPair | None:
         """A term for all parameters of the call at once, for a linear layer on one position; None: use `per_example`.

@@ -43,7 +43,7 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
         VerificationError: something differs; the layers are named.
         UnsupportedModelError: no loss depends on a trained parameter.
     """
-    run = passes.measure(losses, Keep.CHOSEN, retain_graph=True)
+    run = passes.norms_pass(losses, Keep.CHOSEN, retain_graph=True)
     norms, trained = run.norms(), dict(passes.index.trained())
     if not len(losses) or not all_finite(norms, losses.detach().to(norms.dtype)):
         return None
@@ -53,7 +53,7 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
     if not all(bool(grad.isfinite().all()) for grads in own for grad in grads.values()):
         return None
     # What rounding may leave of positions, or uses of a parameter, that cancel, also of gradients kept materialised.
-    measured, bounds = passes.measure(losses, Keep.NOTHING, retain_graph=True).norms_and_bounds()
+    measured, bounds = passes.norms_pass(losses, Keep.NOTHING, retain_graph=True).norms_and_bounds()
     margins = (bounds - measured)[chosen].tolist()
     by_name, _ = run.norms_by_group({id(parameter): name for name, parameter in trained.items()})
     errors: list[tuple[float, str]] = []

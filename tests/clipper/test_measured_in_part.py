@@ -47,10 +47,10 @@ class Late(Picked):
 @pytest.fixture
 def searched(monkeypatch):
     """In which batches everything was looked at."""
-    found, whole, measured = [], measuring.whole, layouts._measured
+    found, whole, measured = [], measuring.measure_all, layouts._measured
 
     def counted(structure, *rest):
-        monkeypatch.setattr(measuring, "whole", lambda *a, **k: found.append(structure.batches) or whole(*a, **k))
+        monkeypatch.setattr(measuring, "measure_all", lambda *a, **k: found.append(structure.batches) or whole(*a, **k))
         return measured(structure, *rest)
 
     monkeypatch.setattr(layouts, "_measured", counted)
@@ -125,8 +125,8 @@ def test_blocks_that_are_computed_again_are_not_held(monkeypatch):
             return checkpoint(super().forward, x, use_reentrant=False)
 
     clipper, held = ghostclip.GhostClipper(ghostclip.wrap(Checkpointed()), 1.0), []
-    in_part = measuring.in_part
-    monkeypatch.setattr(measuring, "in_part", lambda *given: held.append(given[-1]) or in_part(*given))
+    in_part = measuring.measure_boundaries
+    monkeypatch.setattr(measuring, "measure_boundaries", lambda *given: held.append(given[-1]) or in_part(*given))
     for number in range(4):
         assert_exact(clipper, batch(number))
     assert held == [False]

@@ -184,7 +184,7 @@ def test_rows_that_read_as_an_example_that_is_not_there_have_no_owner():
 
 def test_rows_of_one_example_show_nothing_of_the_others():
     found = owners_of(lambda h: torch.cat([h, h.detach() * torch.ones(3, 1)]), 1)
-    assert found.open
+    assert found.uncertain
     assert not found.shown
 
 
@@ -198,13 +198,13 @@ def test_rows_that_one_example_outweighs_are_open():
 
     found = owners_of(parts, 2, torch.float64, lambda h: h.sum(1))
     assert found.shown
-    assert found.open
+    assert found.uncertain
 
 
 def test_a_diagonal_fits_both_dimensions():
     found = owners_of(lambda h: h.diagonal()[:, None], WIDTH)
-    assert found.unclear
-    assert not owners_of(lambda h: h, WIDTH).unclear
+    assert found.ambiguous
+    assert not owners_of(lambda h: h, WIDTH).ambiguous
 
 
 def test_a_tensor_that_no_gradient_reaches_is_zero():

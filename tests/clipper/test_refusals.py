@@ -54,6 +54,7 @@ OTHERS = {
 }
 # How messages begin that other tests bring up.
 ELSEWHERE = (
+    "{} defines no per_example",
     "a hook or torch.autograd.Function of your own",
     "several examples of this batch are not finite",
     "{} got an input without a batch dimension (its output",

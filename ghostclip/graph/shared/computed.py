@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below
+from ghostclip.graph.nodes import ACCUMULATE, Edge, inputs_first
 from ghostclip.norms.computed import ComputedGrads
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.term import Dense, PerExampleGrads, may_sync, to_float32
@@ -39,7 +39,7 @@ def of_parameters(edge: Edge, term: PerExampleGrads, leaves: Mapping[Any, Tensor
     """
     if not isinstance(term, OuterProduct):
         return None
-    below = from_below(edge[0])
+    below = inputs_first(edge[0])
     if not all(n in leaves if type(n) is ACCUMULATE else not hasattr(n, "call") for n in below):
         return None  # a layer, or a parameter that isn't in ``leaves``, took part
     if edge[0].name() == "WeightNormInterfaceBackward0":

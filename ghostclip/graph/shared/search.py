@@ -31,7 +31,7 @@ __all__ = [
     "edges_near",
     "edges_of",
     "may_be_shared",
-    "mixes",
+    "mixing_error",
     "reads_examples",
     "region_up_to_losses",
     "shared_input_error",
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class Doubt(enum.Enum):
-    """Which tensors count as shared though their rows fit one owner, where mixing isn't ruled out (`Owned.open`).
+    """Which tensors count as shared though their rows fit one owner, where mixing isn't ruled out (`Owned.uncertain`).
 
     ALL: each of them.
     IRREGULAR: those with rows in no order. Also those with rows in order of which none could be read (`Owned.unread`),
@@ -129,7 +129,7 @@ def shared_part(
             subjects = [call] if isinstance(call, LayerCall) and call in owned else outputs.get(node, ())
             doubted = [owned[each] for each in subjects if may_be_shared(each, owned[each], doubt)]
             # This layer has a shared input and rows that nobody is sure of: it counts as shared, too.
-            if isinstance(call, LayerCall) and call in owned and (owned[call].zero or owned[call].open):
+            if isinstance(call, LayerCall) and call in owned and (owned[call].zero or owned[call].uncertain):
                 tables[node] = call
             of_one = all(each.is_of_one for each in doubted) and reads_examples(node, shared)
             unread = any(owned[each].unread for each in subjects) and _adds_nothing(node, shared)
@@ -184,8 +184,8 @@ def _adds_nothing(node: Any, shared: Container[Any]) -> bool:
 
 
 def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
-    """Whether several examples have a part in its rows, or may have (`Owned.open`) and ``doubt`` says so."""
-    if not found.open:
+    """Whether several examples have a part in its rows, or may have (`Owned.uncertain`) and ``doubt`` says so."""
+    if not found.uncertain:
         return found.is_shared
     if doubt is Doubt.NOTHING:
         return not found.is_regular and (found.loose or (found.unread and _is_table(subject)))
@@ -238,10 +238,10 @@ def _refuse_mixed(
             call = getattr(edge[0], "call", None)
             found = owned.get(call if isinstance(call, LayerCall) else edge)
             if edge[0] not in shared and found is not None and found.rows is not None and not found.zero:
-                raise mixes(node, names)
+                raise mixing_error(node, names)
 
 
-def mixes(node: Any, names: ParameterNames) -> UnsupportedModelError:
+def mixing_error(node: Any, names: ParameterNames) -> UnsupportedModelError:
     """The error about a tensor whose rows several examples' losses depend on."""
     if not isinstance(call := getattr(node, "call", None), LayerCall):
         return UnsupportedModelError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.nodes import Edge, from_below, shape_of
+from ghostclip.graph.nodes import Edge, inputs_first, shape_of
 from ghostclip.graph.reader import without_hooks
 from ghostclip.graph.shared.boundary import BroadcastBoundary, Target
 from ghostclip.graph.shared.closed_forms import terms_at
@@ -74,7 +74,7 @@ class SharedSubgraph:
             self._parameters |= parameters_of(call)
         parts = [(node, part) for (node, _), part in targets if part is not None]
         # Experts' matrices have uses of their own; a parameter that nothing else uses has no other.
-        others = set(from_below(*[node for (node, _), part in targets if part is None])) if parts else set()
+        others = set(inputs_first(*[node for (node, _), part in targets if part is None])) if parts else set()
         split = {id(self.leaves[node]) for node, _ in parts if node not in others}
         uses: list[Part] = [(owner, None) for owner in self._parameters if owner not in split]
         uses += [(id(self.leaves[node]), part) for node, part in parts]
