@@ -215,8 +215,8 @@ def markdown(results: dict[str, Any]) -> str:
         "steps. snr and clipped: medians of the traced steps, for the whole gradient.",
         "",
         "| setting | trained parameters | steps | noise over clipping norm | the same over all steps | snr, first step "
-        "| snr, median | clipped | accuracy |",
-        "|" + " --- |" * 9,
+        "| snr, median | clipped | runs | accuracy |",
+        "|" + " --- |" * 10,
     ]
     for row in results["settings"].values():
         runs = row["runs"]

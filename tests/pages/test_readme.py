@@ -97,6 +97,20 @@ def test_every_layer_has_its_equation():
     assert layers_of_torch() - set(re.findall(r"`(\w+)`", text_of("docs/equations.md"))) == set()
 
 
+def widths(text: str) -> list[set[int]]:
+    """The numbers of cells of the rows of each table; a bar in code or after a backslash parts no cells."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    tables = re.findall(r"(?:^[ ]*\|.*\n?)+", re.sub(r"`[^`\n]*`|\\\|", "", text), re.MULTILINE)
+    return [{len(row.strip().strip("|").split("|")) for row in table.splitlines()} for table in tables]
+
+
+def test_rows_of_tables_have_as_many_cells_as_their_headers():
+    assert widths("| `a|b` | c \\| d |\n| --- | --- |\n| 1 | |\n\n| e |\n| --- |\n| 1 | 2 |\n") == [{2}, {1, 2}]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "experiments").rglob("*.md")]
+    assert sum(len(widths(page.read_text())) for page in pages) > 100
+    assert [page.name for page in pages if any(len(width) > 1 for width in widths(page.read_text()))] == []
+
+
 def test_the_tables_of_figures_are_the_benchmark_s():
     module = script("readme_table")
     for page, tables in module.PAGES.items():
