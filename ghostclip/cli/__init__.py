@@ -34,7 +34,7 @@ COMMANDS = {
     "ledger": ("spending", "what runs spent by a ledger, and whether it is whole"),
 }
 # {package: the extra it comes with}
-EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "safetensors", "sklearn", "tqdm"), "cli")
+EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "safetensors", "tqdm"), "cli")
 # What to do about an error of the system.
 REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place that you may write to")
 REMEDIES |= {errno.ENOSPC: "free some space on that disk, or choose another place", errno.ENOENT: "check the path"}

@@ -33,7 +33,7 @@ def load(name: str, folder: str | Path | None = None, vocabulary: str | Path | N
     Raises:
         DataError: a file is missing or malformed; one line that names it and the remedy.
         ValueError: the name is unknown.
-        ModuleNotFoundError: scikit-learn (for digits) or Pillow (for images) is not installed.
+        ModuleNotFoundError: Pillow (for images) is not installed.
     """
     one_of(NAMES, data=name)
     if name == "digits":

@@ -1,4 +1,10 @@
-"""Images: the digits of scikit-learn, files of MNIST, Fashion-MNIST and CIFAR-10, and folders of images."""
+"""Images: embedded digits, files of MNIST, Fashion-MNIST and CIFAR-10, and folders of images.
+
+The digits, ``digits.npz``, are the test part of E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits,
+UCI Machine Learning Repository (1998), https://doi.org/10.24432/C50P49, under CC BY 4.0
+(https://creativecommons.org/licenses/by/4.0/), in the order of scikit-learn's ``load_digits``. Pixels and labels are
+unchanged, as unsigned bytes in a compressed file.
+"""
 
 import math
 import struct
@@ -16,6 +22,7 @@ __all__ = ["cifar10", "digits", "images", "mnist"]
 
 TEST_EVERY = 5  # image 0, 5, 10, ... of the digits is a test image: 360 of them, which leaves 1,437 to train on
 LARGEST_PIXEL = 16.0  # of the digits
+DIGITS = Path(__file__).with_name("digits.npz")  # images [1797, 8, 8] and labels [1797]
 UNSIGNED_BYTE = 0x08
 CIFAR_SHAPE = (3, 32, 32)
 RECORD = 1 + math.prod(CIFAR_SHAPE)
@@ -27,13 +34,11 @@ LAYOUT = "train/<class>/ and test/<class>/, with one image file per example"
 def digits() -> Data:
     """The embedded digits, images ``[1, 8, 8]`` in [0, 1], split by a fixed rule: every fifth image is for testing.
 
-    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits (UCI); needs scikit-learn.
+    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits (UCI), CC BY 4.0.
     """
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / LARGEST_PIXEL
-    labels = torch.tensor(bunch.target, dtype=torch.int64)
+    with np.load(DIGITS) as file:
+        images = torch.tensor(file["images"], dtype=torch.float32).unsqueeze(1) / LARGEST_PIXEL
+        labels = torch.tensor(file["labels"], dtype=torch.int64)
     testing = torch.arange(len(labels)) % TEST_EVERY == 0
     train = TensorDataset(images[~testing], labels[~testing])
     test = TensorDataset(images[testing], labels[testing])

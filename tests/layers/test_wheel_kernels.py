@@ -85,3 +85,4 @@ def test_the_wheel_has_them_and_names_its_platform(tmp_path: Path, compiler: str
     assert platform != "any"
     names = zipfile.ZipFile(wheel).namelist()
     assert {f"ghostclip/native/{targets.FOLDER}/kernels-{level}.so" for level in targets.levels()} <= {*names}
+    assert "ghostclip/datasets/digits.npz" in names

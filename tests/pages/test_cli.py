@@ -183,7 +183,7 @@ def test_explain_shows_the_plan(capsys, networks):
     assert {row["rule"] for row in plan} == {"LSTM"}
 
 
-@pytest.mark.parametrize("extra", ["tqdm", "sklearn", "matplotlib", "jinja2"])
+@pytest.mark.parametrize("extra", ["tqdm", "matplotlib", "jinja2"])
 def test_a_missing_extra_is_one_line(capsys, monkeypatch, tmp_path, extra):
     for module in [name for name in sys.modules if name.partition(".")[0] == extra]:
         monkeypatch.delitem(sys.modules, module)

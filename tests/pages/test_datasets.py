@@ -10,7 +10,7 @@ from data_files import ADULT_ROW, idx_bytes, write_adult, write_cifar, write_ima
 
 from ghostclip import datasets
 from ghostclip.datasets import DataError
-from ghostclip.datasets.images import RECORD
+from ghostclip.datasets.images import DIGITS, RECORD
 from ghostclip.datasets.imdb import PADDING, UNKNOWN
 from ghostclip.errors import GhostClipError
 
@@ -92,6 +92,13 @@ def test_digits_split_is_fixed_and_has_no_overlap():
     assert torch.equal(data.train.tensors[0], again.train.tensors[0])
     assert set(data.test.tensors[1].tolist()) == set(range(data.classes))
     assert 0 <= float(data.train.tensors[0].min()) < float(data.train.tensors[0].max()) == 1
+
+
+def test_the_embedded_digits_are_those_of_scikit_learn():
+    expected = pytest.importorskip("sklearn.datasets").load_digits()
+    with np.load(DIGITS) as file:
+        assert np.array_equal(file["images"], expected.images)
+        assert np.array_equal(file["labels"], expected.target)
 
 
 @pytest.mark.parametrize("compressed", [False, True])
