@@ -27,7 +27,7 @@ from ghostclip.report import NormSnapshot, PrivacyCurve, Record, ShownExample, T
 
 __all__ = ["record_of", "run_table", "with_forecast"]
 
-SPEED_SECONDS, SPEED_BATCH = 4.0, 128
+SPEED_SECONDS, SPEED_BATCH = 2.0, 128
 BASELINE = "nonprivate"
 TIMED = (BASELINE, "cached", "reweight", "nxbp")
 # How far epsilon is forecast, as shares of the steps taken.
