@@ -18,13 +18,15 @@ from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = "repository"
-# Pages without a table of contents beside them: the first one, and tables of fourteen columns.
-WHOLE = {"index.md": ["toc"], "supported_models.md": ["toc"]}
+# Pages without a table of contents beside them: the first one, and those with the widest tables.
+WHOLE = {"index.md": ["toc"], "speed.md": ["toc"], "supported_models.md": ["toc"]}
 # The navigation stays beside pages in windows of 1,100 pixels and more; the theme makes it a menu below 1,220.
 WIDTHS = {"76.25em": "68.75em", "76.234375em": "68.734375em"}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")
 # A list right after a paragraph, which is a list on GitHub and none in Python-Markdown.
 LIST = re.compile(r"^(?![-\s|>#`]).+\n(?=- )", re.MULTILINE)
+TABLE, HEADING = re.compile(r"<table>.*?</table>", re.DOTALL), re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
+ROW, CELL = re.compile(r"<tr>.*?</tr>", re.DOTALL), re.compile(r"<td\b")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -86,9 +88,20 @@ def on_post_build(config: Any, **_: Any) -> None:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Formulas as MathML, which browsers draw by themselves."""
+    """Formulas as MathML, which browsers draw by themselves, and tables whose cells know their columns."""
 
     def drawn(formula: re.Match[str]) -> str:
         return convert(html.unescape(formula[2]).strip(), display="block" if formula[1] == "div" else "inline")
 
-    return FORMULA.sub(drawn, content)
+    return TABLE.sub(lambda table: labelled(table[0]), FORMULA.sub(drawn, content))
+
+
+def labelled(table: str) -> str:
+    """A table whose cells name their column, for narrow screens, where each row is a list (site.css)."""
+    labels = [re.sub(r"<[^>]*>", "", heading).replace('"', "&quot;") for heading in HEADING.findall(table)]
+
+    def row(found: re.Match[str]) -> str:
+        names = iter(labels)
+        return CELL.sub(lambda _: f'<td data-label="{next(names)}"', found[0])
+
+    return ROW.sub(row, table)

@@ -24,7 +24,7 @@ Every model below is the library's own code, unmodified, from a configuration wi
 """
 COLUMNS = f"""\
 Each model is built twice: tiny, for the errors, and larger, so that an ordinary step takes milliseconds, for times and
-memory. The columns of the tables:
+memory. Each kind of model has a table of errors and one of times and memory. Their columns:
 
 - *Error*: the worst relative error of a per-example norm, of the whole gradient or of one parameter's, and of a clipped
   sum by either second pass, for {EXAMPLES} examples in float64, against one plain backward an example. A parameter
@@ -38,7 +38,8 @@ memory. The columns of the tables:
 - *Size*: trained parameters and examples of the larger model. *Ordinary*: its ordinary step (mean loss, Adam) in
   milliseconds on one thread. *auto*, *cached*: a private step (clipping, noise, Adam) by the default and by
   `second_pass="cached"` over the ordinary one, median of ratios of steps taken in turn, in the processor's seconds.
-- *Memory*: the most that an ordinary step allocates beside model and optimizer, and what private steps do over it.
+- *Memory*: the most that an ordinary step allocates beside model and optimizer. *auto, memory* and *cached, memory*:
+  what private steps allocate, over that.
 
 This page is written by `experiments/supported_models.py`.
 """
@@ -93,26 +94,31 @@ def _summary(results: dict[str, Any]) -> Iterator[str]:
 def _exact(rows: dict[str, Any]) -> Iterator[str]:
     for kind in dict.fromkeys(row["kind"] for row in rows.values()):
         yield f"## {kind[:1].upper()}{kind[1:]}\n"
-        yield (
-            "| model | library | what is particular | error | rounding | neighbours | measured | size | ordinary, ms "
-            "| auto | cached | memory, MB | auto | cached | verdict |"
-        )
-        yield "|" + " --- |" * 15
-        for name, row in rows.items():
-            if row["kind"] == kind:
-                yield f"| {' | '.join([name, row['library'], row['about'], *_figures(row)])} | {verdict(row)} |"
+        those = {name: row for name, row in rows.items() if row["kind"] == kind}
+        yield "| model | library | what is particular | error | rounding | neighbours | measured | verdict |"
+        yield "|" + " --- |" * 8
+        for name, row in those.items():
+            yield f"| {' | '.join([name, row['library'], row['about'], *_errors(row), verdict(row)])} |"
         yield ""
+        if any("over" in row.get("times", {}) for row in those.values()):
+            yield "| model | size | ordinary, ms | auto | cached | memory, MB | auto, memory | cached, memory |"
+            yield "|" + " --- |" * 8
+            for name, row in those.items():
+                if "over" in row.get("times", {}):
+                    yield f"| {' | '.join([name, *_costs(row)])} |"
+            yield ""
 
 
-def _figures(row: dict[str, Any]) -> list[str]:
-    errors, times, memory = row["errors"], row.get("times", {}), row.get("memory")
+def _errors(row: dict[str, Any]) -> list[str]:
+    errors = row["errors"]
     cells = [f"{errors['worst']:.0e}", f"{errors['floor']:.0e}", f"{errors['neighbours']:.6f}"]
-    cells.append("always" if errors.get("measured") else "")
-    if "over" in times:
-        cells += [f"{_count(times['parameters'])}, {times['examples']}", f"{times['milliseconds']:.1f}"]
-        cells += [f"{times['over'][name]:.2f}" for name in ("auto", "cached")]
-    else:
-        cells += ["", "", "", ""]
+    return [*cells, "always" if errors.get("measured") else ""]
+
+
+def _costs(row: dict[str, Any]) -> list[str]:
+    times, memory = row["times"], row.get("memory")
+    cells = [f"{_count(times['parameters'])}, {times['examples']}", f"{times['milliseconds']:.1f}"]
+    cells += [f"{times['over'][name]:.2f}" for name in ("auto", "cached")]
     if memory is None:
         return [*cells, "", "", ""]
     return [*cells, f"{memory['bytes'] / 1e6:.1f}", f"{memory['auto']:.2f}", f"{memory['cached']:.2f}"]

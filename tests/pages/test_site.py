@@ -86,6 +86,13 @@ def test_links_lead_somewhere(site):
     assert followed > 100
 
 
+def test_cells_know_their_columns_for_narrow_screens(site):
+    (page,) = (page for page in site if page.name == "learning.html" and page.parent.name != "results")
+    rows = [re.findall('<td data-label="(.*?)">', row) for row in re.findall("<tr>.*?</tr>", page.read_text(), re.S)]
+    assert ["setting", "clipped", "runs", "accuracy"] in [row[:1] + row[-3:] for row in rows]
+    assert ["figure", "what it was in the trainings above", "when it is bad, and what to do"] in rows
+
+
 def test_no_page_loads_anything_from_elsewhere(site):
     for page in site.values():
         assert [address for address in page.loads if not local(address) and not address.startswith("data:")] == []
