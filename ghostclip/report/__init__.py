@@ -226,7 +226,7 @@ def _finite(values: Sequence[float], place: int) -> str:
 
 
 def _meanings(groups: Sequence[RunGroup], delta: float) -> list[_Meaning]:
-    """What each finite epsilon of the runs says, by the first accountant.
+    """What each finite epsilon of the runs says, by the first accountant, the largest first.
 
     A guess whether one example was trained on, where both are equally likely, is right with probability at most
     (e^epsilon + delta) / (1 + e^epsilon): half the sum of what Kairouz, Oh & Viswanath, The Composition Theorem for
@@ -234,8 +234,19 @@ def _meanings(groups: Sequence[RunGroup], delta: float) -> list[_Meaning]:
     """
     found = (next(iter(group.first.epsilons.values()), math.inf) for group in groups)
     # Above 700 the factor is no float; such an epsilon says nothing anyway.
-    known = [epsilon for epsilon in dict.fromkeys(found) if epsilon < 700]
-    return [_Meaning(e, math.exp(e), (1 + delta * math.exp(-e)) / (1 + math.exp(-e))) for e in known]
+    known = [epsilon for epsilon in found if epsilon < 700]
+    # The largest of those that look the same on the page.
+    once = {f"{epsilon:.3f}": epsilon for epsilon in sorted(known)}
+    return [_Meaning(e, math.exp(e), (1 + delta * math.exp(-e)) / (1 + math.exp(-e))) for e in reversed(once.values())]
+
+
+def _mistaken(groups: Sequence[RunGroup]) -> list[RunGroup]:
+    """Whose errors are counted by class: each network's first training, or of a single network the first and last."""
+    known = [group for group in groups if 0 < len(group.confusion) <= MOST_CLASSES]
+    first: dict[str | None, RunGroup] = {}
+    for group in known:
+        first.setdefault(group.first.model, group)
+    return list(first.values()) if len(first) > 1 else [*known[:1], *known[1:][-1:]]
 
 
 def _page(record: Record, images: list[_Image]) -> str:
@@ -260,7 +271,7 @@ def _page(record: Record, images: list[_Image]) -> str:
         modes={run.noise for run in record.runs} - {None},
         generators=sorted({run.generator for run in record.runs if run.noise == "standard"} - {""}),
         meanings=_meanings(groups, record.privacy.delta) if record.privacy else [],
-        mistaken=[group for group in groups if 0 < len(group.confusion) <= MOST_CLASSES],
+        mistaken=_mistaken(groups),
         seeds=max(len(group.runs) for group in groups),
         version=ghostclip.__version__,
     )

@@ -218,3 +218,27 @@ def test_bounds_for_attacks_are_shown_where_they_are_known(folder, tmp_path):
 def test_an_infinite_epsilon_has_no_meaning():
     groups = [report.RunGroup([replace(PRIVATE, epsilons={"PLD": epsilon})]) for epsilon in (math.inf, 1e5)]
     assert report._meanings(groups, 1e-5) == []
+
+
+def test_each_epsilon_has_its_meaning_once_and_other_accountants_are_folded(tmp_path):
+    linear = replace(PRIVATE, name="linear, epsilon 8", model="linear", epsilons={"PLD": 7.9901, "RDP": 8.7501})
+    page = report.write(replace(RECORD, runs=[PRIVATE, LOWER, linear, PLAIN]), tmp_path).read_text()
+    (meanings,) = [table for table in tables(page) if table[0][-1].startswith("guesses")]
+    assert [row[0] for row in meanings[1:]] == ["7.990", "2.990"]
+    shown, folded = page.split("<details>", 1)
+    assert "epsilon (RDP)" not in shown
+    assert ["linear, epsilon 8", "8.750"] in next(table for table in tables(folded) if "epsilon (RDP)" in table[0])
+
+
+@pytest.mark.parametrize(
+    ("models", "shown"),
+    [
+        (["cnn", "cnn", "linear", "linear", "cnn"], [0, 2]),
+        (["cnn", "cnn", "cnn"], [0, 2]),
+        (["cnn", "cnn"], [0, 1]),
+        (["cnn"], [0]),
+    ],
+)
+def test_errors_are_of_one_training_of_each_network_or_of_the_first_and_last(models, shown):
+    groups = [report.RunGroup([replace(PRIVATE, model=model, confusion=[[1, 0], [0, 1]])]) for model in models]
+    assert report._mistaken(groups) == [groups[place] for place in shown]
