@@ -99,7 +99,6 @@ class _Structure:
         unsettled: whether the last full measurement, of all tensors, gave a layout that may not be stored.
         shared: what all examples share, where it was shown not to depend on them; None: that isn't known.
         largest_norm: of an example in a batch that was measured.
-        spreads: whether gradients that aren't finite get from one example to others (`owners.spreads`).
     """
 
     batches: int = 0
@@ -108,7 +107,6 @@ class _Structure:
     unsettled: bool = False
     shared: KnownShared | None = None
     largest_norm: float = 0.0
-    spreads: bool = False
 
     @property
     def is_scheduled(self) -> bool:
@@ -127,6 +125,8 @@ class Layouts:
 
     keep_resident: Callable[[list[nn.Parameter]], None]
     _structures: dict[int, _Structure] = field(default_factory=dict)
+    _unstored: int = 0  # batches whose layout wasn't stored
+    _spreads: bool = False  # whether what isn't finite gets from one example to others
 
     def lay_out(
         self, losses: Tensor, uses: Uses, names: ParameterNames, *, forward: FindForward = lambda: None,
@@ -155,7 +155,10 @@ class Layouts:
                 raise UnsupportedModelError(
                     "whose rows are whose must be measured in every batch of this forward, so no step can be compiled"
                 )
-            return _measured(structure, Batch(losses, uses, names, forward, indices, self.keep_resident), hold)
+            layout = _measured(structure, Batch(losses, uses, names, forward, indices, self.keep_resident), hold)
+            if structure.layout is None:
+                self._look_for_spreading(losses, uses, layout)
+            return layout
         return self._by_layout(structure.layout, uses, losses)
 
     def _structure(self, key: int) -> _Structure:
@@ -198,14 +201,20 @@ class Layouts:
             self.measure_next(key)
             raise RowsMovedError(MOVED, graph_stays=graph_stays)
 
-    def check_left_out(self, key: int, finite: Tensor) -> None:
+    def _look_for_spreading(self, losses: Tensor, uses: Uses, layout: RowLayout) -> None:
+        """In the 2nd, 4th, 8th batch and so on of those without a stored layout."""
+        self._unstored += 1
+        if self._unstored > 1 and self._unstored & (self._unstored - 1) == 0:
+            attempt = self._unstored.bit_length()
+            self._spreads |= spreads(losses, layout.rows, uses.weights_alone, attempt)
+
+    def check_left_out(self, finite: Tensor) -> None:
         """Raises UnsupportedModelError where of several examples that aren't finite one may have made the others so.
 
         Args:
-            key: the structure.
             finite: [B], which examples are.
         """
-        if self._structure(key).spreads and int((~finite).sum()) > 1:
+        if self._spreads and int((~finite).sum()) > 1:
             raise UnsupportedModelError(
                 "several examples of this batch are not finite, and an operation of the model gives NaN of one to "
                 "others (0 * NaN is NaN, as where a mask keeps packed texts apart), so that one may leave out the "
@@ -255,9 +264,6 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
             found = measuring.measure_all(batch, every_tensor=may_store, hold=hold)
             _remember(structure, batch, found, may_store)
         check_calls(uses, found.owned, found.shared_calls, batch.indices, batch.names)
-        if structure.layout is None and structure.is_scheduled:
-            attempt = structure.batches.bit_length() - 1
-            structure.spreads |= spreads(batch.losses, found.owned, uses.weights_alone, attempt)
     except (LossShapeError, UnsupportedModelError):
         structure.layout = structure.shared = None
         structure.always = True

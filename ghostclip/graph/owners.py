@@ -177,7 +177,7 @@ def owners(
     return owned
 
 
-def spreads(losses: Tensor, owned: Mapping[Subject, Owned], ends: Sequence[Edge], attempt: int) -> bool:
+def spreads(losses: Tensor, rows: Mapping[Subject, Rows], ends: Sequence[Edge], attempt: int) -> bool:
     """Whether gradients that aren't finite get from one example to others, though these have no part in its rows.
 
     0 * NaN is NaN: attention with a mask between texts that share a row, or a product with a matrix of zeros and ones,
@@ -185,22 +185,21 @@ def spreads(losses: Tensor, owned: Mapping[Subject, Owned], ends: Sequence[Edge]
 
     Args:
         losses: [B].
-        owned: of layers.
+        rows: of layers.
         ends: as `owners` has them.
         attempt: numbered from 0. Which half of the examples is made NaN goes by a digit of their numbers, each in turn.
     """
-    found = {call: each.rows for call, each in owned.items() if isinstance(call, LayerCall) and each.rows is not None}
+    found = {call: each for call, each in rows.items() if isinstance(call, LayerCall)}
     odd = torch.arange(len(losses), device=losses.device) >> attempt % (len(losses) - 1).bit_length() & 1 == 1
-    dims: Dims = {call: [rows.dim] for call, rows in found.items()}
+    dims: Dims = {call: [each.dim] for call, each in found.items()}
     backward = functools.partial(_backward, losses, list(found), dims, ends)
     with torch.autograd.set_detect_anomaly(False):
         plain, now = (backward(torch.ones_like(losses).masked_fill(each, math.nan)) for each in (odd & False, odd))
-    for call, rows in found.items():
-        before, after = (each[call, rows.dim][0].isfinite() for each in (plain, now))
-        others = ~odd[rows.owners(len(before), len(losses), losses.device)]
-        if (used := getattr(rows.order, "used", None)) is not None:
-            others &= used
-        if bool((before & ~after & others).any()):
+    for call, each in found.items():
+        before, after = plain[call, each.dim][0], now[call, each.dim][0]
+        others = ~odd[each.owners(len(before), len(losses), losses.device)]
+        # Of a row of zeros it isn't known whose it is.
+        if bool((before.isfinite() & (before > 0) & ~after.isfinite() & others).any()):
             return True
     return False
 
