@@ -721,15 +721,15 @@ FUZZED = [
     Mutant(
         "weights with a margin for rounding taken for weights that others decide",
         "ghostclip/clipping/weighing.py",
-        "    found: Any = policy.weights(norms)\n",
-        "    found: Any = policy.weights(norms if isinstance(norms, dict) else norms * 1.01)\n",
+        "    whole = _by_group(policy.weights(norms))\n",
+        "    whole = _by_group(policy.weights(norms if isinstance(norms, dict) else norms * 1.01))\n",
         ("tests/engine/test_weighing.py", "-k", "margin_for_rounding"),
     ),
     Mutant(
         "weights of zero that others decide",
         "ghostclip/clipping/weighing.py",
-        "tolerance * torch.maximum(together.abs(), weights.abs())).any()",
-        "tolerance * together.abs()).logical_and(together != 0).any()",
+        "tolerance * torch.maximum(one.abs(), other.abs())).any()",
+        "tolerance * one.abs()).logical_and(one != 0).any()",
         ("tests/engine/test_weighing.py", "-k", "follow_from_other"),
     ),
     Mutant(
@@ -742,7 +742,7 @@ FUZZED = [
     Mutant(
         "a difference in all rows counts as rounding",
         "ghostclip/clipping/weighing.py",
-        "    tolerance = min(TOLERANCE, max(0.1 / max(1, len(some)), 16 * torch.finfo(some.dtype).eps))\n",
+        "    tolerance = min(TOLERANCE, max(0.1 / max(1, examples or len(one)), 16 * torch.finfo(one.dtype).eps))\n",
         "    tolerance = TOLERANCE\n",
         ("tests/engine/test_weighing.py", "-k", "small_difference"),
     ),
@@ -2320,6 +2320,13 @@ OF_COMPANY = [
         '        check_documents(options.get("train_dataset"))\n',
         "",
         ("tests/integrations/test_trl_refusals.py", "-k", "packed_beforehand"),
+    ),
+    Mutant(
+        "a clipping function may remember norms",
+        "ghostclip/clipping/weighing.py",
+        "            if _differ(before[group], weights):\n",
+        "            if False:\n",
+        ("tests/engine/test_weighing.py", "-k", "earlier_batches"),
     ),
     Mutant(
         "examples that another's NaN made not finite are left out",

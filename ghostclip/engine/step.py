@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from ghostclip.clipper import ClippingResult
 from ghostclip.clipper.forwards import forward_of
-from ghostclip.clipping.weighing import may_weigh_jointly, refuse_joint_weights
+from ghostclip.clipping.weighing import Weighing, may_weigh_jointly
 from ghostclip.engine.micro_batching import LossFunction, Piece
 from ghostclip.engine.release import Release
 from ghostclip.errors import LossShapeError, PrivacyError, RowsMovedError, UnsupportedModelError
@@ -49,7 +49,8 @@ class LogicalStep:
         self._clipper, self._optimizer, self._model = release.clipper, release.optimizer, release.clipper.model
         self._sums, self._scaling = release.sums, release.scaling
         self._self_check = release.self_check = SelfCheck(self._clipper, self._optimizer, self_check)
-        self._weighs_jointly = may_weigh_jointly(self._clipper.clipping)
+        policy = self._clipper.clipping
+        self._weighing = Weighing(policy) if may_weigh_jointly(policy) else None
         # As a `BatchOwner`.
         self.ready, self.begin = release.ready, release.begin
 
@@ -112,8 +113,8 @@ class LogicalStep:
         Raises:
             PrivacyError: it doesn't bound an example's part, since weights depend on other examples.
         """
-        if self._weighs_jointly:
-            refuse_joint_weights(self._clipper.clipping, self._clipper.passes.scaled(result.norms))
+        if self._weighing is not None:
+            self._weighing.check(self._clipper.passes.scaled(result.norms))
         self.release.sensitivity = max(self.release.sensitivity, result.sensitivity)
 
     def _clip_compiled(self, loss_fn: LossFunction, piece: Piece) -> ClippingResult:

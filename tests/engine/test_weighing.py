@@ -39,6 +39,29 @@ def test_weights_that_follow_from_other_examples(clipping: Any) -> None:
     assert engine.steps_taken == 0
 
 
+class Remembers:
+    """A bound that follows a running mean of all norms so far, slowly."""
+
+    sensitivity = 1.0
+
+    def __init__(self) -> None:
+        self.mean = 1.0
+
+    def weights(self, norms: torch.Tensor) -> torch.Tensor:
+        self.mean += 1e-4 * float(norms.mean() - self.mean)
+        return self.mean / (self.mean + norms) / norms
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_weights_that_follow_from_earlier_batches(wrapped: bool) -> None:
+    """Slowly: the calls of one batch give nearly the same."""
+    clipping = Custom(Remembers().weights, 1.0) if wrapped else Remembers()
+    engine = runs.engine_for(runs.network(), clipping=clipping, batch_size=24, noise_multiplier=1.0)
+    with pytest.raises(PrivacyError, match="other weights than in the first batch, so it remembers something"):
+        runs.train(engine, steps=100)
+    assert engine.steps_taken > 1
+
+
 def in_place(norms: Any) -> Any:
     """Weights of each norm alone, which leaves other norms behind."""
     if isinstance(norms, dict):
