@@ -34,12 +34,21 @@ from ghostclip.norms.term import may_sync
 from ghostclip.planner import Planner, StrategyChoice
 from ghostclip.sharding.plain import Sharding
 
-__all__ = ["FirstPasses", "check_losses", "translated_errors", "without_autocast"]
+__all__ = ["FirstPasses", "check_losses", "check_shape", "check_type", "translated_errors", "without_autocast"]
 
 # "reweight" may keep materialised gradients up to this share of all pre-activations, and the size of the parameters.
 SMALL_SHARE = 0.15
 # Where layers are computed again, such gradients may take this share of the whole model's bytes besides.
 RECOMPUTED_SHARE = 0.1
+# What to do about losses of another type, and about those of single tokens.
+REMEDY_OF_KIND = {"NoneType": "is a `return` missing?", "float": 'leave out .item(), and use reduction="none"'}
+SQUARE_REMEDY = (
+    "give outputs [B, 1] and labels [B] one shape, by outputs[:, 0] for instance, or average each text's token losses"
+)
+TOKENS_REMEDY = (
+    "average token losses [B, T] over each text's own tokens, (losses * mask).sum(1) / mask.sum(1), since .mean(1) "
+    "counts the padding"
+)
 
 
 class FirstPasses:
@@ -269,20 +278,8 @@ class FirstPasses:
 
 def check_losses(losses: Tensor, scale: float) -> None:
     """Raises LossShapeError or StaleInputError unless ``losses`` are one number per example, attached to a graph."""
-    if not isinstance(losses, Tensor):
-        raise LossShapeError(f"losses must be a tensor of shape [B], one per example; got {type(losses).__name__}")
-    if losses.dim() == 2 and losses.shape[0] == losses.shape[1]:
-        raise LossShapeError(
-            f"losses must have shape exactly [B], one per example; got {list(losses.shape)}, as outputs [B, 1] and "
-            "labels [B] give, which broadcast to [B, B]: give both one shape, by outputs[:, 0] for instance. Average "
-            "token losses [B, T] over each text's own tokens, (losses * mask).sum(1) / mask.sum(1)"
-        )
-    if losses.dim() != 1:
-        raise LossShapeError(
-            f'losses must have shape exactly [B], one per example; got {list(losses.shape)}. Use reduction="none", and '
-            "average what belongs to one example yourself: token losses [B, T] over each text's own tokens, (losses * "
-            "mask).sum(1) / mask.sum(1), since .mean(1) counts the padding; a head of [B, 1] by [:, 0]"
-        )
+    check_type(losses)
+    check_shape(losses)
     if not losses.dtype.is_floating_point:
         raise LossShapeError(f"losses must be floating point numbers; got {losses.dtype}")
     if scale > torch.finfo(losses.dtype).max:
@@ -295,6 +292,28 @@ def check_losses(losses: Tensor, scale: float) -> None:
             "the losses are not attached to a graph: they were detached or computed under no_grad, or nothing in the "
             "model is trained; compute them from the model's output with gradients on"
         )
+
+
+def check_type(losses: Any) -> None:
+    """Raises LossShapeError unless ``losses`` are a tensor."""
+    if not isinstance(losses, Tensor):
+        kind = type(losses).__name__
+        remedy = REMEDY_OF_KIND.get(kind, "return a tensor")
+        raise LossShapeError(f"losses must be a tensor of shape [B], one per example; got {kind}: {remedy}")
+
+
+def check_shape(losses: Tensor) -> None:
+    """Raises LossShapeError unless ``losses`` have one dimension."""
+    if losses.dim() == 1:
+        return
+    shape = list(losses.shape)
+    if not shape:
+        remedy = 'compute them with reduction="none"'
+    elif shape[1:] == [1]:
+        remedy = "take [:, 0] of them"
+    else:
+        remedy = SQUARE_REMEDY if shape[1:] == shape[:1] else TOKENS_REMEDY
+    raise LossShapeError(f"losses must have shape exactly [B], one per example, not {shape}; {remedy}")
 
 
 def without_autocast(losses: Tensor) -> AbstractContextManager[Any]:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ghostclip.clipper import per_example_norms
+from ghostclip.clipper.first_pass import check_shape, check_type
 from ghostclip.clipper.trial import without_trace
-from ghostclip.errors import GhostClipError
+from ghostclip.errors import GhostClipError, LossShapeError
 from ghostclip.graph.source_lines import line_of
 from ghostclip.self_check.first_steps import CHECKED, MOST
 from ghostclip.self_check.loading import LoadedRows, rows_of
@@ -27,7 +28,6 @@ __all__ = ["check"]
 # Messages say what is wrong, and after that what to do.
 REMEDY = re.compile(r"; |\. (?=[A-Z])")
 
-SHAPE_REMEDY = 'compute each loss from its own example only (reduction="none"), one number for each'
 NOT_FINITE = (
     "no example's loss and gradient are finite numbers, so none of them would take part in training",
     "look for infinite or NaN values in the data, divisions by zero, or overflow in float16 (see loss_scale)",
@@ -80,13 +80,16 @@ def _rows(model: nn.Module, loss_fn: LossFunction, batch: Any) -> LoadedRows:
         chosen = random.sample(places, min(MOST, len(places)))
         return LoadedRows(batch.dataset, batch.collate_fn, chosen, lambda found: found)
     with without_trace(model):
-        return rows_of(batch, loss_fn(model, batch).numel())
+        check_type(losses := loss_fn(model, batch))
+        return rows_of(batch, losses.numel())
 
 
 def _mixing(trial: TrialLosses) -> list[Finding]:
     """How losses depend on other examples, and what the model keeps of them; ValueError for fewer than two."""
-    if trial.first.losses.dim() != 1:
-        return [Finding("", f"the losses have shape {list(trial.first.losses.shape)}, not [B]", SHAPE_REMEDY)]
+    try:
+        check_shape(trial.first.losses)
+    except LossShapeError as error:
+        return [Finding("", *_parts(error))]
     if len(trial.first.losses) < 2:
         raise ValueError(f"batch must have at least two examples, to see whether they mix; got {len(trial.rows)}")
     test = MixingTest(trial, log.warning)
@@ -113,11 +116,16 @@ def _refusal(model: nn.Module, loss_fn: LossFunction, batch: Any) -> list[Findin
             with torch.autograd.detect_anomaly(check_nan=False):
                 norms = per_example_norms(model, noted, batch)
     except GhostClipError as error:
-        problem, _, remedy = REMEDY.sub("\0", str(error), count=1).partition("\0")
         line = line_of(getattr(error, "place", None), graphs)
-        return [Finding(_module_of(model, getattr(error, "name", "")), problem, remedy, line)]
+        return [Finding(_module_of(model, getattr(error, "name", "")), *_parts(error), line)]
     finite = norms.isfinite() & graphs[-1].detach().isfinite()
     return [] if bool(finite.any()) else [Finding("", *NOT_FINITE)]
+
+
+def _parts(error: GhostClipError) -> tuple[str, str]:
+    """(problem, remedy) of a message."""
+    problem, _, remedy = REMEDY.sub("\0", str(error), count=1).partition("\0")
+    return problem, remedy
 
 
 def _module_of(model: nn.Module, name: str) -> str:

@@ -31,8 +31,6 @@ STEPS, SELDOM = 6, 400
 # are compared.
 MOST, FEW = 32, 16
 
-NOTHING_RELEASED = "Nothing of this batch was released or charged (self_check=False switches this test off)"
-
 # Models of which `ghostclip.check` found nothing on a batch.
 CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -155,15 +153,12 @@ class SelfCheck:
         if (kept := test.kept()) is not None:
             raise ExamplesMixError(
                 f"the self-check found that the forward keeps something of the examples in the {kept[0]} "
-                f"{kept[1]!r}, which would be used or published with the model without noise\n"
-                f"Remedy: {REMEDY_OF_KEPT}.\n{NOTHING_RELEASED}"
+                f"{kept[1]!r}, which would be used or published with the model without noise; {REMEDY_OF_KEPT}"
             )
         if (mixed := test.mixed()) is not None:
             path, line = f"{mixed.path}: " if mixed.path else "", f" [{mixed.line}]" if mixed.line else ""
             raise ExamplesMixError(
-                "the self-check found examples that mix: an example's loss depends on the data of another, or on how "
-                f"many there are, so that none can be bounded: {path}{mixed.problem}{line}\n"
-                f"Remedy: {mixed.remedy}.\n{NOTHING_RELEASED}"
+                f"{path}{mixed.problem}{line}, so the self-check found examples that mix; {mixed.remedy}"
             )
 
     def _say(self, reason: str) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,12 +40,10 @@ REMEDY_OF_KEPT = "don't update it in training (put its module into eval mode, or
 OF_COMPANY = Finding(
     "",
     "losses change when their examples are loaded in another batch",
-    "most often they see the padding to the longest text of the batch: mask it, divide by each text's own count of "
-    "tokens, or pad to a fixed length; else the collate function or the loss computes something over the batch (a "
-    "mean, a count of tokens or classes, MixUp, a division by the batch's size): compute it for each example alone, or "
-    "divide by a constant; with unit_ids keep the rows in the order in which the collate function gets them, by which "
-    "the engine knows whose they are (pack_padded_sequence takes them in any order with enforce_sorted=False)",
+    "most often they see padding: mask it, and divide by each text's own count of tokens; else compute what the "
+    "collate function or the loss takes from the batch (a mean, a count, its size) for each example alone",
 )
+OF_ORDER = "keep each user's rows in the collate function's order (enforce_sorted=False in pack_padded_sequence)"
 UNTESTED = "draws random numbers, so it isn't tested whether losses see the padding, or how many rows there are"
 
 log = logging.getLogger("ghostclip")
@@ -117,7 +116,10 @@ class MixingTest:
         trial.allow_rounding()
         if not self._repeats(test) or self._is_rounding(test):
             return None
-        return OF_COMPANY if self._batch_moves() else self.place() or OF_COMPANY
+        company = OF_COMPANY
+        if trial.rows.each > 1:
+            company = replace(OF_COMPANY, remedy=f"{OF_COMPANY.remedy}; {OF_ORDER}")
+        return company if self._batch_moves() else self.place() or company
 
     def _batch_moves(self) -> bool:
         """Whether the collate function gives rows of a half other sizes or values than in the whole batch.

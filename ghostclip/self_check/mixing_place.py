@@ -29,13 +29,14 @@ __all__ = ["mixing_place"]
 LOSS_REMEDY = (
     'compute each loss from its own example only (reduction="none"), and mix no examples in the collate function'
 )
-BROADCAST_REMEDY = (
-    "something in it is [B, B], as outputs [B, 1] with labels [B] are: give both one shape, by outputs[:, 0] for "
-    f"instance; else {LOSS_REMEDY}"
-)
+BROADCAST = "the loss function makes [B, B] of two shapes, such as outputs [B, 1] and labels [B]"
+BROADCAST_REMEDY = "give both one shape, by outputs[:, 0] for instance, and compare no examples of one batch"
 MODULE_REMEDY = (
     "use a layer that treats each example by itself (GroupNorm for BatchNorm, an expert's capacity within an example), "
     "and compare no examples of one batch"
+)
+BATCH_FIRST_REMEDY = (
+    "examples are in dimension 0 of the data, so build it with batch_first=True, or transpose its input to [T, B, ...]"
 )
 # Of the largest value beside it: other rows of a product are not touched at all, so this is far above what rounds.
 TOLERANCE = 1e-5
@@ -59,25 +60,36 @@ def mixing_place(model: nn.Module, losses_of: Callable[[Sequence[int]], Tensor],
         example, place = _first_place(before.operations, after.operations, changed) or (moved, None)
         line = "" if place is None else place.line
         if place is None or place.path is None:
+            if any(each.broadcasts and each.path is None for each in after.operations):
+                return Finding("", BROADCAST, BROADCAST_REMEDY, line)
             problem = f"the loss of example {moved} depends on the data of example {changed}"
-            broadcasts = any(len(each.rows) > 1 and each.path is None for each in after.operations)
-            return Finding("", problem, BROADCAST_REMEDY if broadcasts else LOSS_REMEDY, line)
+            return Finding("", problem, LOSS_REMEDY, line)
         kind = type(model.get_submodule(place.path)).__name__
         problem = f"{kind}: what it gives for example {example} depends on the data of example {changed}"
-        return Finding(place.path, problem, MODULE_REMEDY, line)
+        return Finding(place.path, problem, _remedy(model, place.path), line)
     return None
+
+
+def _remedy(model: nn.Module, path: str) -> str:
+    """What to do about a module that mixes examples; it, or one that it is a part of, may take them in dimension 1."""
+    names = path.split(".")
+    around = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
+    late = any(getattr(module, "batch_first", None) is False for module in around)
+    return BATCH_FIRST_REMEDY if late else MODULE_REMEDY
 
 
 class _Operation(NamedTuple):
     """An operation of a forward, by ``path`` (of the innermost module that ran; None outside of the model) and line.
 
     ``rows`` [B, 2]: for each dimension of its result that is as long as the batch, two numbers of each row.
+    ``broadcasts``: whether it computes entry by entry, and no tensor it was given has all these dimensions.
     """
 
     function: Any
     rows: list[Tensor]
     path: str | None
     line: str
+    broadcasts: bool
 
 
 class _Recorder(TorchDispatchMode):
@@ -95,8 +107,14 @@ class _Recorder(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 dims = [dim for dim, size in enumerate(leaf.shape) if size == self._examples]
                 rows = [numbers(leaf, dim).T for dim in dims]
-                self.operations.append(_Operation(func, rows, self._path(), current_line()))
+                broadcasts = len(dims) == leaf.dim() == 2 and self._broadcasts(func, args)
+                self.operations.append(_Operation(func, rows, self._path(), current_line(), broadcasts))
         return found
+
+    def _broadcasts(self, func: Any, args: Any) -> bool:
+        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        by_entry = torch.Tag.pointwise in func.tags or func is torch.ops.aten.expand.default
+        return by_entry and all(leaf.shape.count(self._examples) < 2 for leaf in given)
 
     def _path(self) -> str | None:
         """Of the innermost module that is being called."""

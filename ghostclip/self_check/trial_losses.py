@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ghostclip.clipper.first_pass import FirstPasses
+from ghostclip.clipper.first_pass import FirstPasses, check_type
 from ghostclip.clipper.random_states import random_states, set_random_states
 from ghostclip.clipper.trial import tensor_in, trying, without_trace
 from ghostclip.planner import Planner
@@ -104,7 +104,7 @@ class TrialLosses:
             for loaded in every:
                 set_random_states(self._begins)
                 with watch or nullcontext():  # graphs are recorded, since the loss function may need one of its own
-                    losses = self._loss_fn(self.model, loaded.batch)
+                    check_type(losses := self._loss_fn(self.model, loaded.batch))
             states, left = (loaded.states, random_states()), _state_of(self.model)
             measured = self._norms(losses) if norms else None
         return TrialOutcome(losses.detach(), measured, loaded._replace(batch=None), left, states)

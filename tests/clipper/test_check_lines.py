@@ -89,6 +89,11 @@ def weighed(model, batch):
     return found / found.detach().sum()  # the line
 
 
+def broadcast(model, batch):
+    """Outputs [B, 1] and labels [B]."""
+    return (model(batch[0]).sum(1, keepdim=True) - batch[1]).square().mean(1)  # the line
+
+
 def only_finding(between=together, loss_fn=losses, **parts):
     torch.manual_seed(1)
     (finding,) = ghostclip.check(Network(between, **parts), loss_fn, BATCH)
@@ -116,6 +121,26 @@ def test_the_line_of_a_loss_function_is_found(loss_fn):
     finding = only_finding(loss_fn=loss_fn)
     assert finding.line.endswith(line_in(loss_fn))
     assert finding.problem == "the loss of example 1 depends on the data of example 0"
+    assert finding.remedy.startswith("compute each loss from its own example only")
+
+
+def test_outputs_and_labels_of_two_shapes_are_the_cause_that_is_named():
+    finding = only_finding(loss_fn=broadcast)
+    assert finding.line.endswith(line_in(broadcast))
+    assert finding.problem.startswith("the loss function makes [B, B] of two shapes")
+    assert finding.remedy.startswith("give both one shape, by outputs[:, 0]")
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(6, 6), nn.MultiheadAttention(6, 2), nn.TransformerEncoderLayer(6, 2, 8)])
+def test_a_layer_that_takes_examples_second_is_to_be_built_otherwise(layer):
+    def between(m, h):
+        x = h[:, None].expand(-1, 4, -1)
+        found = m.parts["norm"](*([x] * 3 if isinstance(layer, nn.MultiheadAttention) else [x]))
+        return (found[0] if isinstance(found, tuple) else found).mean(1)
+
+    finding = only_finding(between, norm=layer)
+    assert finding.path.startswith("parts.norm")
+    assert "build it with batch_first=True" in finding.remedy
 
 
 @pytest.mark.parametrize(

@@ -115,5 +115,5 @@ def test_the_engine_trains_on_its_batches_and_swaps_their_features(monkeypatch):
         return engine
 
     assert train(lambda batch: batch).steps_taken == 40
-    with pytest.raises(VerificationError, match="an example's loss depends on the data of another"):
+    with pytest.raises(VerificationError, match="the self-check found examples that mix"):
         train(connected)

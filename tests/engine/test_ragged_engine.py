@@ -106,7 +106,7 @@ def test_features_that_pass_from_graph_to_graph_before_any_layer_are_found_by_th
             engine.step(batch, losses, CASES["gcn"].index)
 
     train(joined)
-    with pytest.raises(VerificationError, match="an example's loss depends on the data of another"):
+    with pytest.raises(VerificationError, match="the self-check found examples that mix"):
         train(connected)
 
 

@@ -255,9 +255,15 @@ def mixing_error(node: Any, names: ParameterNames) -> UnsupportedModelError:
         if str(call.dtype) == "torch.float16"
         else ""
     )
+    first = (
+        "build it with batch_first=True if its input has examples in dimension 0, else "
+        if getattr(call.layer, "batch_first", None) is False
+        else ""
+    )
     return UnsupportedModelError(
         f"{name}: one example's loss depends on rows of this output that belong to others ({list(call.shape)}, "
-        f"examples in dimension {call.batch_dim}), so examples mix{small}; compute each loss from its own example",
+        f"examples in dimension {call.batch_dim}), so examples mix{small}; {first}compute each loss from its own "
+        "example",
         name=name, place=call,
     )  # fmt: skip
 
