@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ghostclip.clipper.collector import Keep
 from ghostclip.clipper.explain import StrategyTable, plan_of
-from ghostclip.clipper.forwards import ModelCalls, forward_of, without_ranks
+from ghostclip.clipper.forwards import ModelCalls, check_loss_function, forward_of, without_ranks
 from ghostclip.clipper.gradient_guard import GradientGuard
 from ghostclip.clipper.gradients import add_to_gradients
 from ghostclip.clipper.second_pass import Add, TwoPasses
@@ -283,7 +283,9 @@ class GhostClipper(RefusesNames):
 
         Raises:
             GhostClipError: as `backward`.
+            TypeError: ``loss_fn`` can't be called with (model, batch).
         """
+        check_loss_function(loss_fn, batch)
         if self.compiled is None:
             with self.sharding.summed():
                 return self._clip_eagerly(loss_fn, batch)
@@ -350,5 +352,6 @@ class GhostClipper(RefusesNames):
         Raises:
             VerificationError: a norm or sum differs by more than ``tolerance``; the message names the layers.
         """
+        check_loss_function(loss_fn, batch)
         with self.sharding.unsharded_values():
             return compare_with_loop(self, loss_fn, batch, tolerance)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
@@ -21,9 +24,32 @@ from ghostclip.graph.nodes import inputs_first
 from ghostclip.graph.overwritten import NOT_FIRST, OverwrittenForward, overwriting
 from ghostclip.sharding.hooks import hooked_since
 
-__all__ = ["ModelCalls", "forward_of", "without_ranks"]
+__all__ = ["ModelCalls", "check_loss_function", "forward_of", "without_ranks"]
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+def check_loss_function(loss_fn: Any, batch: Any = None, computed: str = "") -> None:
+    """Raises TypeError for what can't be called with (model, examples), as losses or a criterion can't.
+
+    ``batch`` is what came with it; ``computed`` says what takes losses that are computed already.
+    """
+    kind = type(loss_fn).__name__
+    if not callable(loss_fn) and callable(batch):
+        raise TypeError(
+            f"loss_fn must be a function of (model, examples), and a batch follows; got {kind} first: are they swapped?"
+        )
+    if not callable(loss_fn) or isinstance(loss_fn, _Loss):
+        raise TypeError(
+            f"loss_fn must be a function of (model, examples) that returns one loss for each example; got {kind}. For "
+            f'a criterion with reduction="none": lambda model, batch: criterion(model(batch[0]), batch[1]){computed}'
+        )
+    with contextlib.suppress(ValueError):  # a function in C may have no signature
+        signature = inspect.signature(loss_fn)
+        try:
+            signature.bind(None, None)
+        except TypeError as error:
+            raise TypeError(f"loss_fn is called as loss_fn(model, examples), which it can't be: {error}") from None
 
 
 def without_ranks(model: nn.Module) -> nn.Module:

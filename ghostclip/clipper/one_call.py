@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ghostclip.clipper.clipper import GhostClipper
-from ghostclip.clipper.forwards import forward_of
+from ghostclip.clipper.forwards import check_loss_function, forward_of
 from ghostclip.clipper.trial import without_trace
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.wrap import wrapped
@@ -39,8 +39,9 @@ def per_example_norms(
         models; empty for a loader without batches.
 
     Raises:
-        UnsupportedModelError, LossShapeError, ValueError: as `GhostClipper` and `GhostClipper.norms`.
+        UnsupportedModelError, LossShapeError, ValueError, TypeError: as `GhostClipper` and `GhostClipper.norms`.
     """
+    check_loss_function(loss_fn, data)
     with wrapped(model), without_trace(model):
         clipper = GhostClipper(model)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from ghostclip.validate import RefusesNames
 
@@ -57,3 +57,7 @@ class OpacusNames(RefusesNames):
     make_private_with_epsilon = OpacusName(BUILD)
     load_checkpoint = OpacusName("use engine.restore(path)")
     save_checkpoint = OpacusName("use engine.save(path)")
+
+    def __iter__(self) -> NoReturn:
+        """Raises TypeError: a loop is over `PrivacyEngine.batches`."""
+        raise TypeError("an engine gives no batches by itself; write `for batch in engine.batches()`")

@@ -40,7 +40,9 @@ def prepare_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """
     check_module(model)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+        several = isinstance(optimizer, list | tuple | dict)
+        remedy = ": build one optimizer, with a parameter group for each" if several else ""
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}{remedy}")
     # Optimizers around others (timm's Lookahead) skip Optimizer.__init__, and torch then calls no hooks at their steps.
     # This is how it has them called after unpickling; of other optimizers it changes nothing.
     Optimizer.__setstate__(optimizer, {})

@@ -31,21 +31,11 @@ from ghostclip.traces import StepTrace
 
 __all__ = ["Release", "refuse_second_engine"]
 
-NO_STEP = """the logical batch before this one had no step, so nothing of it was charged or released. The loop is
-
-    for batch in engine.batches():
-        engine.step(batch, loss_fn)
-
-or, where it computes losses itself,
-
-    for batch in engine.batches():
-        for examples in batch.physical():    # none in an empty batch, which has its step all the same
-            engine.backward(loss_fn(model, examples))
-        optimizer.step()
-        optimizer.zero_grad()
-
-Take the step that is missing, or call batch.discard() (engine.batches().discard() where it is out of reach), which \
-charges it"""
+NO_STEP = (
+    "the logical batch before this one had no step: end each turn of `for batch in engine.batches()` with "
+    "engine.step(batch, loss_fn), with optimizer.step() after `for examples in batch.physical()` (a loop of your own, "
+    "docs/training.md), or with batch.discard(), which charges it (engine.batches().discard() where it is out of reach)"
+)
 
 
 class Release:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.loss import _Loss
 from torch.utils._pytree import tree_map
 
 from ghostclip.clipper import ClippingResult
-from ghostclip.clipper.forwards import forward_of
+from ghostclip.clipper.forwards import check_loss_function, forward_of
 from ghostclip.clipping.weighing import Weighing, may_weigh_jointly
 from ghostclip.engine.micro_batching import LossFunction, Piece
 from ghostclip.engine.release import Release
@@ -177,7 +174,7 @@ class LogicalStep:
                 if batch.state is BatchState.STEPPED
                 else "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
             )
-        _check_loss_function(loss_fn)
+        check_loss_function(loss_fn, computed="; for losses that are computed already: engine.backward(losses)")
         if batch_index is not None:
             _check_batch_index(
                 batch_index,
@@ -268,23 +265,6 @@ def _check_count(losses: Tensor, piece: Piece) -> None:
             f"{losses.shape[0]}. Average or add up several losses of one example, and give examples that are left "
             "out a loss of zero"
         )
-
-
-def _check_loss_function(loss_fn: Any) -> None:
-    """Raises TypeError for what can't be called with (model, examples), as losses or a criterion can't."""
-    if not callable(loss_fn) or isinstance(loss_fn, _Loss):
-        raise TypeError(
-            "loss_fn must be a function of (model, examples) that returns one loss for each example; got "
-            f'{type(loss_fn).__name__}. For a criterion with reduction="none": lambda model, batch: '
-            "criterion(model(batch[0]), batch[1]); for losses that are computed already: "
-            "engine.backward(losses)"
-        )
-    with contextlib.suppress(ValueError):  # a function in C may have no signature
-        signature = inspect.signature(loss_fn)
-        try:
-            signature.bind(None, None)
-        except TypeError as error:
-            raise TypeError(f"loss_fn is called as loss_fn(model, examples), which it can't be: {error}") from None
 
 
 def _check_batch_index(batch_index: Any, others: Mapping[str, bool]) -> None:

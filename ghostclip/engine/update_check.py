@@ -90,12 +90,10 @@ class UpdateCheck:
 
     def _changed(self, name: str) -> PrivacyError:
         return PrivacyError(
-            f"the parameter {name!r} was changed outside of this engine's charged steps (by a second optimizer, one "
-            "around the engine's as Lookahead is, an assignment, load_state_dict, or a forward that writes to it), so "
-            "epsilon may not cover the model. Step with the engine's optimizer only, and build the engine with the "
-            "outermost one; use torch.nn.utils.parametrize for what a forward does to a weight. Where only public data "
-            "or released weights went into the change (a max-norm constraint after the step), call "
-            "engine.accept_parameters()"
+            f"the parameter {name!r} was changed outside of this engine's charged steps: call "
+            "engine.accept_parameters() if no private data went into the change (released weights loaded again, a "
+            "max-norm constraint), else step with the engine's optimizer only, one with parameter groups in place of "
+            "several, or the outermost as Lookahead, and use torch.nn.utils.parametrize where a forward writes weights"
         )
 
     def check_model(self) -> None:

@@ -61,11 +61,12 @@ def size_of(dataset: Any) -> int:
             "at random; give a map-style dataset (with __len__ and __getitem__), for instance by reading the "
             "stream into a list first"
         )
-    if isinstance(dataset, tuple) and dataset and all(isinstance(part, Tensor) for part in dataset):
+    if _are_columns(dataset):
         shapes = ", ".join(str(list(part.shape)) for part in dataset)
         raise TypeError(
-            f"data is a tuple of {len(dataset)} tensors ({shapes}), each of which would be one example; for tensors "
-            "that hold all examples in dimension 0 give torch.utils.data.TensorDataset(inputs, targets)"
+            f"data is a {type(dataset).__name__} of {len(dataset)} tensors ({shapes}), each of which would be one "
+            "example; for tensors that hold all examples in dimension 0 give torch.utils.data.TensorDataset(inputs, "
+            "targets)"
         )
     if hasattr(dataset, "iloc") or (
         isinstance(dataset, Mapping) and any(row not in dataset for row in range(len(dataset)))
@@ -77,6 +78,16 @@ def size_of(dataset: Any) -> int:
     if len(dataset) == 0:
         raise ValueError("the dataset is empty; its length must be at least 1")
     return len(dataset)
+
+
+def _are_columns(dataset: Any) -> bool:
+    """Whether it is a tuple of tensors, or a list of tensors that differ but for a length, which is above theirs."""
+    if not isinstance(dataset, tuple | list) or not dataset or not all(isinstance(part, Tensor) for part in dataset):
+        return False
+    if isinstance(dataset, tuple):
+        return True
+    lengths, shapes = {part.shape[:1] for part in dataset}, {part.shape for part in dataset}
+    return len(lengths) == 1 < len(shapes) and dataset[0].shape[0] > len(dataset)
 
 
 def check_size(dataset: Any, size: int) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ghostclip.clipper import per_example_norms
 from ghostclip.clipper.first_pass import check_shape, check_type
+from ghostclip.clipper.forwards import check_loss_function
 from ghostclip.clipper.trial import without_trace
 from ghostclip.errors import GhostClipError, LossShapeError
 from ghostclip.graph.source_lines import line_of
@@ -55,13 +56,14 @@ def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Any = No
 
     Raises:
         ValueError: only one of ``loss_fn`` and ``batch`` is given, or the batch has fewer than two examples.
-        TypeError: ``model`` is no torch module.
+        TypeError: ``model`` is no torch module, ``loss_fn`` no function of (model, batch), or ``batch`` a data set.
     """
     findings = obstacles(model)
     if (loss_fn is None) != (batch is None):
         raise ValueError("check takes loss_fn and batch together, to try whether examples mix, or neither of them")
     if loss_fn is None:
         return findings
+    check_loss_function(loss_fn, batch)
     known = {finding.path for finding in findings}
     rows = _rows(model, loss_fn, batch)
     findings += [each for each in _mixing(TrialLosses(loss_fn, model, rows)) if each.path not in known]
@@ -79,6 +81,10 @@ def _rows(model: nn.Module, loss_fn: LossFunction, batch: Any) -> LoadedRows:
         places = range(len(batch.dataset))  # type: ignore[arg-type]
         chosen = random.sample(places, min(MOST, len(places)))
         return LoadedRows(batch.dataset, batch.collate_fn, chosen, lambda found: found)
+    if isinstance(batch, Dataset):
+        raise TypeError(
+            f"batch must be one batch or a DataLoader; got {type(batch).__name__}: give DataLoader(dataset)"
+        )
     with without_trace(model):
         check_type(losses := loss_fn(model, batch))
         return rows_of(batch, losses.numel())

@@ -224,11 +224,13 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         LossShapeError,
         r"outputs \[B, 1\] and labels",
     ),
+    "no return": (lambda m, batch: None, LossShapeError, r"got NoneType: is a `return` missing"),
+    "a number": (lambda m, batch: runs.losses_of(m, batch).mean().item(), LossShapeError, r"leave out \.item\(\)"),
     "detached": (lambda m, batch: runs.losses_of(m, batch).detach(), StaleInputError, "not attached to a graph"),
     "their mean": (
         lambda m, b: (m(b[0])[:, :1] - b[0][:, 1]).square().mean(1),
         VerificationError,
-        r"outputs \[B, 1\] with",
+        r"^the loss function makes \[B, B\] of two shapes, such as outputs \[B, 1\] and labels",
     ),
     "a mean for each": (blown_up, VerificationError, r'own example only \(reduction="none"\)'),
 }
@@ -287,9 +289,53 @@ def test_another_thing_in_the_logical_batch_s_place(
         engine.step(batch, loss_fn)
 
 
-def test_tensors_that_are_no_dataset(model: nn.Module) -> None:
-    with pytest.raises(TypeError, match=r"tuple of 2 tensors \(\[24, 5\], \[24\]\).*TensorDataset\(inputs, targets\)"):
-        runs.engine_for(model, dataset=(torch.zeros(24, 5), torch.zeros(24)), noise_multiplier=1.0)
+CALLS: dict[str, Callable[..., Any]] = {
+    "norms": lambda model, *others: ghostclip.per_example_norms(model, *others),
+    "check": lambda model, *others: ghostclip.check(model, *others),
+    "clip": lambda model, *others: ghostclip.GhostClipper(model).clip(*others),
+    "verify": lambda model, *others: ghostclip.GhostClipper(model).verify(*others),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_another_thing_in_the_place_of_a_loss_function(model: nn.Module, call: Callable[..., Any]) -> None:
+    batch = runs.data(4)[:]
+    with pytest.raises(TypeError, match=r"got tuple first: are they swapped\?"):
+        call(model, batch, runs.losses_of)
+    with pytest.raises(TypeError, match=r"got CrossEntropyLoss.*lambda model, batch: criterion\(model"):
+        call(model, nn.CrossEntropyLoss(reduction="none"), batch)
+    with pytest.raises(TypeError, match="which it can't be: too many"):
+        call(model, lambda model: model, batch)
+
+
+def test_a_data_set_is_no_batch(model: nn.Module) -> None:
+    with pytest.raises(TypeError, match=r"batch must be.*got TensorDataset: give DataLoader\(dataset\)"):
+        ghostclip.check(model, runs.losses_of, runs.data(4))
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_tensors_that_are_no_dataset(model: nn.Module, kind: type) -> None:
+    said = rf"{kind.__name__} of 2 tensors \(\[24, 5\], \[24\]\).*TensorDataset\(inputs, targets\)"
+    with pytest.raises(TypeError, match=said):
+        runs.engine_for(model, dataset=kind((torch.zeros(24, 5), torch.zeros(24))), noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize("shapes", [[(5,)] * 24, [(3, n, n) for n in range(1, 25)], [(n, 5) for n in range(1, 25)]])
+def test_a_list_of_single_examples_is_a_dataset(model: nn.Module, shapes: list[tuple[int, ...]]) -> None:
+    assert (
+        runs.engine_for(model, dataset=[torch.zeros(shape) for shape in shapes], noise_multiplier=1.0).steps_taken == 0
+    )
+
+
+def test_an_engine_is_no_loop_over_batches(engine: PrivacyEngine) -> None:
+    with pytest.raises(TypeError, match=r"write `for batch in engine\.batches\(\)`"):
+        iter(engine)
+
+
+def test_several_optimizers_are_one_with_groups(model: nn.Module) -> None:
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+    with pytest.raises(TypeError, match="got list: build one optimizer, with a parameter group for each"):
+        runs.engine_for(model, optimizers, noise_multiplier=1.0)
 
 
 @pytest.mark.parametrize("call", [ghostclip.wrap, ghostclip.unwrap, ghostclip.check, ghostclip.GhostClipper])

@@ -243,7 +243,7 @@ def test_the_engine_of_an_inner_optimizer_names_the_outer_one(name: str) -> None
             outer.step()
             outer.zero_grad()
 
-    with pytest.raises(PrivacyError, match=f"Lookahead.*build the engine with the outermost.*{MOVED[-17:]}"):
+    with pytest.raises(PrivacyError, match=f"{MOVED}.*the outermost as Lookahead"):
         train()
 
 
@@ -262,7 +262,7 @@ class Constrained(nn.Module):
 
 @pytest.mark.parametrize("loop", ["by hand", "engine.step"])
 def test_a_forward_that_writes_to_a_weight_is_told_what_to_do(loop: str) -> None:
-    with pytest.raises(PrivacyError, match=r"forward.*max-norm constraint.*accept_parameters"):
+    with pytest.raises(PrivacyError, match=r"accept_parameters.*max-norm constraint.*where a forward writes"):
         LOOPS[loop](private(Constrained()))
 
 
