@@ -137,8 +137,8 @@ CLIPPING = [
     Mutant(
         "[B, 1] losses broadcast",
         FIRST,
-        "    if losses.dim() != 1:\n",
-        "    if losses.dim() > 2:\n",
+        "    if losses.dim() == 1:\n",
+        "    if losses.dim() in (1, 2):\n",
         ("tests/clipper/test_clipper_guards.py",),
     ),
     Mutant(
@@ -2345,8 +2345,8 @@ OF_COMPANY = [
     Mutant(
         "a finding of padding blames a layer",
         MIXING_TEST,
-        "        return OF_COMPANY if self._batch_moves() else self.place() or OF_COMPANY\n",
-        "        return self.place() or OF_COMPANY\n",
+        "        return company if self._batch_moves() else self.place() or company\n",
+        "        return self.place() or company\n",
         (*COLLATED, "-k", "not_the_layer"),
     ),
     Mutant(
