@@ -16,6 +16,7 @@ __all__ = [
     "UsageError",
     "as_bytes",
     "count_or_auto",
+    "numbers",
     "print_json",
     "sizes",
 ]
@@ -81,6 +82,14 @@ def sizes(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected sizes such as 1 8 8 or 1,8,8; got {text!r}") from None
+
+
+def numbers(text: str) -> list[float]:
+    """The numbers of ``0.1`` or ``0.1,1``. Raises ArgumentTypeError for anything else."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers such as 0.1 1 or 0.1,1; got {text!r}") from None
 
 
 def count_or_auto(text: str) -> int | str:

@@ -17,16 +17,13 @@ from torch import Tensor, nn
 import ghostclip
 from ghostclip import models
 from ghostclip.cli.arguments import Joined, UsageError, print_json, sizes
+from ghostclip.self_check.checking import LAYERS_ALONE
 from ghostclip.validate import positive_int
 
 __all__ = ["add_check", "add_explain", "run_check", "run_explain"]
 
 IMAGE, TEXT, VOCABULARY = (1, 28, 28), (256,), 10_000
 TRIED = 5  # examples of a batch that is tried: few things but batches are as long
-LAYERS_ALONE = (
-    "nothing found in its layers; no batch was run, so what its forward does with examples was not tested: give "
-    "--input-shape, or call ghostclip.check(model, loss_fn, batch)"
-)
 WITH_BATCH = (
     "nothing found in its layers, and none of {} random inputs changed another's output; your loss function and data "
     "were not tested: ghostclip.check(model, loss_fn, loader)"
@@ -53,7 +50,8 @@ def run_check(arguments: argparse.Namespace) -> int:
         shown = {"model": arguments.model, "trainable": not findings, "findings": [asdict(f) for f in findings]}
         print_json({**shown, "tested": ["layers"] if inputs is None else ["layers", "random inputs"]})
     elif not findings:
-        print(f"{arguments.model}: {LAYERS_ALONE if inputs is None else WITH_BATCH.format(len(inputs))}")
+        alone = LAYERS_ALONE.format("give --input-shape, or ")
+        print(f"{arguments.model}: {alone if inputs is None else WITH_BATCH.format(len(inputs))}")
     else:
         print(f"{arguments.model}: {len(findings)} thing(s) to change")
         for number, finding in enumerate(findings, 1):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ghostclip import accounting, selection
-from ghostclip.cli.arguments import UsageError, print_json
+from ghostclip.cli.arguments import Joined, UsageError, numbers, print_json
 from ghostclip.cli.methods import Settings
 from ghostclip.cli.plan import PlannedRun, runs_of
 from ghostclip.cli.progress import bar
@@ -38,8 +38,9 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     add_configuration(parser)
     parser.set_defaults(compare=False)
     add = parser.add_argument_group("search").add_argument
-    add("--learning-rates", type=float, nargs="+", metavar="RATE", help="candidates (default: --learning-rate)")
-    add("--max-norms", type=float, nargs="+", metavar="C", help="candidates (default: --max-norm)")
+    several: dict[str, Any] = {"type": numbers, "nargs": "+", "action": Joined}
+    add("--learning-rates", **several, metavar="RATE", help="candidates (default: --learning-rate)")
+    add("--max-norms", **several, metavar="C", help="candidates (default: --max-norm)")
     add("--expected-runs", type=float, default=10.0, metavar="K", help="mean of the number of runs (default: 10)")
     drawn = "poisson, geometric, logarithmic, or the shape of a negative binomial distribution (default: poisson)"
     add("--distribution", type=_distribution, default="poisson", metavar="NAME", help=drawn)

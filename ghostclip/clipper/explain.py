@@ -14,6 +14,16 @@ __all__ = ["Row", "StrategyTable", "plan_of"]
 
 HEADER = ("layer", "parameter", "rule of its gradient", "shape", "norm by", "gradients kept", "why", "measured, ms")
 
+# What the names of strategies stand for.
+LEGEND = {
+    "direct": "forms each example's gradient, and its norm of that",
+    "gram": "forms no gradient: a norm is a sum over pairs of positions",
+    "half gram": "gram, over each pair once",
+    "patches": "direct, with the pixels under each place of the kernel copied into one row",
+    "shifts": "direct, of the images as they lie, shifted for each pixel of the kernel",
+    "windows": "gram, of the images' own pixels in place of patches",
+}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -52,7 +62,7 @@ class Row:
 
 @dataclass(frozen=True)
 class StrategyTable:
-    """The rows of a plan; ``str()`` prints them as a table."""
+    """The rows of a plan; ``str()`` prints them as a table, with what the names of its strategies stand for."""
 
     rows: tuple[Row, ...]
 
@@ -60,7 +70,9 @@ class StrategyTable:
         table = [HEADER, *(row.cells() for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+        used = {name for row in self.rows for name in (row.strategy, *row.milliseconds, *row.raised)}
+        legend = [f"{name}: {words}" for name, words in LEGEND.items() if name in used]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *legend])
 
     __repr__ = __str__  # what a notebook shows
 

@@ -15,6 +15,8 @@ from ghostclip.validate import positive_int
 
 __all__ = ["Blocks", "ByLayer", "ByName", "ByParameter", "EqualSizes", "Partition", "Whole", "as_partition"]
 
+EXAMPLE = 'such as {"encoder": ["encoder.*"], "head": ["head.*"]}'
+
 
 class Partition(ABC):
     """Trained parameters -> groups."""
@@ -77,10 +79,11 @@ class ByName(Partition):
 
     def __post_init__(self) -> None:
         if not isinstance(self.patterns, Mapping):
-            raise TypeError(f"groups must be {{group: [name patterns]}}; got {self.patterns!r}")
+            raise TypeError(f"groups must be {{group: [name patterns]}}, {EXAMPLE}; got {self.patterns!r}")
         for group, own in self.patterns.items():
             if isinstance(own, str) or not isinstance(own, Sequence):
-                raise TypeError(f"groups must hold lists of name patterns; got {own!r} for {group!r}")
+                norm = ", which goes into thresholds={...}" if isinstance(own, int | float) else ""
+                raise TypeError(f"groups must hold lists of name patterns, {EXAMPLE}; got {own!r} for {group!r}{norm}")
         if not self.patterns or not all(self.patterns.values()):
             raise ValueError(
                 f"groups must name at least one pattern for each of at least one group; got {dict(self.patterns)!r}"

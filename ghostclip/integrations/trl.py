@@ -13,11 +13,17 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
-from peft import PeftModel
 from torch import Tensor, nn
-from transformers import Trainer
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from trl.trainer.utils import use_adapter
+
+from ghostclip.integrations import missing
+
+try:
+    from peft import PeftModel
+    from transformers import Trainer
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+    from trl.trainer.utils import use_adapter
+except ModuleNotFoundError as error:
+    raise missing(error, "trl") from None
 
 from ghostclip.engine.step import BatchIndexOf
 from ghostclip.errors import PrivacyError

@@ -24,7 +24,7 @@ from ghostclip.self_check.mixing import REMEDY_OF_KEPT, MixingTest
 from ghostclip.self_check.trial_losses import LossFunction, TrialLosses
 from ghostclip.wrap import Finding, obstacles
 
-__all__ = ["check"]
+__all__ = ["LAYERS_ALONE", "check"]
 
 # Messages say what is wrong, and after that what to do.
 REMEDY = re.compile(r"; |\. (?=[A-Z])")
@@ -34,14 +34,26 @@ NOT_FINITE = (
     "look for infinite or NaN values in the data, divisions by zero, or overflow in float16 (see loss_scale)",
 )
 
+LAYERS_ALONE = (
+    "nothing found in its layers; no batch was run, so what its forward does with examples was not tested: {}call "
+    "ghostclip.check(model, loss_fn, batch)"
+)
+
 log = logging.getLogger("ghostclip")
+
+
+class OfLayers(list[Finding]):
+    """Findings about layers alone, which says so where there are none."""
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self else f"[]: {LAYERS_ALONE.format('')}"
 
 
 def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Any = None) -> list[Finding]:
     """Lists the obstacles to training ``model`` privately; [] if none is found. It changes nothing.
 
-    ``check(model)`` looks at the layers alone and runs nothing: examples that the forward itself mixes, by
-    ``x - x.mean(0)`` for instance, are found with ``loss_fn`` and ``batch`` only.
+    ``check(model)`` looks at the layers alone and runs nothing, as its result says when it is printed: examples that
+    the forward itself mixes, by ``x - x.mean(0)`` for instance, are found with ``loss_fn`` and ``batch`` only.
 
     Args:
         model: any torch module.
@@ -58,12 +70,13 @@ def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Any = No
         ValueError: only one of ``loss_fn`` and ``batch`` is given, or the batch has fewer than two examples.
         TypeError: ``model`` is no torch module, ``loss_fn`` no function of (model, batch), or ``batch`` a data set.
     """
-    findings = obstacles(model)
+    findings: list[Finding] = OfLayers(obstacles(model))
     if (loss_fn is None) != (batch is None):
         raise ValueError("check takes loss_fn and batch together, to try whether examples mix, or neither of them")
     if loss_fn is None:
         return findings
     check_loss_function(loss_fn, batch)
+    findings = list(findings)
     known = {finding.path for finding in findings}
     rows = _rows(model, loss_fn, batch)
     findings += [each for each in _mixing(TrialLosses(loss_fn, model, rows)) if each.path not in known]

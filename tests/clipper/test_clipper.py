@@ -2,6 +2,7 @@
 
 import copy
 import io
+from dataclasses import replace
 
 import oracle
 import pytest
@@ -13,6 +14,7 @@ from comparing import assert_close, assert_dicts_close, gradients, ready, truth,
 from torch import nn
 
 import ghostclip
+from ghostclip.clipper.explain import Row, StrategyTable
 
 every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 
@@ -126,6 +128,14 @@ def test_explain_names_every_layer_and_the_strategies():
     table = str(clipper.explain())
     assert all(name in table for name in ("0", "3", "7", "9", "Conv2d", "Linear"))
     assert "gram" in table.lower() or "direct" in table.lower()
+
+
+def test_explain_says_what_the_names_of_strategies_stand_for():
+    costs = {"shifts": 0.1, "gram": 2.0}
+    row = Row("conv", "weight", "Conv2d", (8, 3, 3, 3), "shifts", True, "fastest measured", costs)
+    legend = str(StrategyTable((row,))).splitlines()[3:]
+    assert [line.partition(": ")[0] for line in legend] == ["gram", "shifts"]
+    assert len(str(StrategyTable((replace(row, strategy="one formula", milliseconds={}),))).splitlines()) == 3
 
 
 class Hooked(nn.Module):

@@ -57,6 +57,7 @@ def test_wrapping_is_in_place_and_undone_by_unwrap(build):
     model = build(nn)
     before = {name: (id(module), type(module)) for name, module in model.named_modules()}
     assert ghostclip.check(model) == []
+    assert "no batch was run" in repr(ghostclip.check(model))
     assert ghostclip.wrap(model) is model
     assert ghostclip.check(model) == []
     once = [type(module) for module in model.modules()]

@@ -33,7 +33,7 @@ def searched(capsys: Any, path: Path, *words: str) -> dict[str, Any]:
 
 def test_the_best_run_is_told_and_the_search_is_charged_once(path: Path, capsys: Any) -> None:
     saved = path.with_name("model.pt")
-    found = searched(capsys, path, "--learning-rates", "0.1", "0.5", "--max-norms", "0.5", "--save", str(saved))
+    found = searched(capsys, path, "--learning-rates", "0.1,0.5", "--max-norms", "0.5", "--save", str(saved))
     assert found["settings"]["learning_rate"] in (0.1, 0.5)
     assert found["settings"]["max_norm"] == 0.5
     assert 0 < found["accuracy"] <= 1
@@ -82,6 +82,7 @@ def test_the_text_has_the_guarantee(path: Path, capsys: Any) -> None:
         (["--distribution", "binomial"], "expected poisson, geometric, logarithmic or a number; got 'binomial'"),
         (["--distribution", "-1"], "distribution must be a finite number > 0"),
         (["--learning-rate", "1", "--learning-rates", "1", "2"], "give --learning-rate for one value"),
+        (["--learning-rates", "0.1,x"], "expected numbers such as 0.1 1 or 0.1,1; got '0.1,x'"),
         (["--max-norms", "0"], "max_norm must be a finite number > 0"),
         (["--noise-multiplier", "0"], "tune is for private training"),
         (["--model", "oriented"], "releases a mean of features, too, which the charge of a search doesn't cover"),

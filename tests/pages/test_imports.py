@@ -140,7 +140,13 @@ def test_any_other_program_has_the_public_names(started, tmp_path):
     assert "<function wrap at" in done.stdout
 
 
-@pytest.mark.parametrize(("package", "extra"), [("transformers", "huggingface"), ("lightning", "lightning")])
+@pytest.mark.parametrize(
+    ("package", "extra"),
+    [
+        ("transformers", "huggingface"), ("lightning", "lightning"), ("trl", "trl"),
+        ("peft", "trl"),
+    ],
+)  # fmt: skip
 def test_a_missing_framework_names_its_extra(package, extra, monkeypatch):
     module = f"ghostclip.integrations.{extra}"
     for name in [name for name in sys.modules if name == module or name.startswith(f"{module}.")]:
