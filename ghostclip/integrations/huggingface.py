@@ -114,6 +114,9 @@ class PrivateTrainer(Trainer):
         options |= dict(zip(list(inspect.signature(Trainer.__init__).parameters)[3:], others, strict=False))
         super().__init__(model=model, args=for_the_loop(args), **options)
         check_trainer(self)
+        # Who resumes says so in `train`, at the latest.
+        if options.get("train_dataset") is not None and not args.resume_from_checkpoint and not self._checkpoints():
+            self._refuse_spent()
         if compute_losses is None and type(self).compute_losses is PrivateTrainer.compute_losses:
             check_losses(self, self._loss_methods)
             compute_losses = self._losses_of_task()
@@ -164,9 +167,8 @@ class PrivateTrainer(Trainer):
                 it.
         """
         self._resume = self._whole_checkpoint(resume_from_checkpoint)
-        target = self.privacy.target_epsilon
-        if self._resume is None and target is not None and self.is_world_process_zero():
-            refuse_spent(self.privacy.ledger_in(str(self.args.output_dir)), target, self.privacy.target_delta)
+        if self._resume is None:
+            self._refuse_spent()
         try:
             output = super().train(self._resume, *others, **options)
         finally:
@@ -345,6 +347,17 @@ class PrivateTrainer(Trainer):
         if self.engine is not None:
             self.engine.accept_parameters()
 
+    def _refuse_spent(self) -> None:
+        """Raises BudgetExceededError where a training before this one spent the target."""
+        target = self.privacy.target_epsilon
+        if target is not None and self.is_world_process_zero():
+            refuse_spent(self.privacy.ledger_in(str(self.args.output_dir)), target, self.privacy.target_delta)
+
+    def _checkpoints(self) -> list[Path]:
+        """The folders of checkpoints in ``output_dir``."""
+        found = Path(str(self.args.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        return [place for place in found if place.name.rpartition("-")[2].isdigit()]
+
     def _whole_checkpoint(self, wanted: str | bool | None) -> str | None:
         """The checkpoint to go on from; for True the last one that was written to its end."""
         if not wanted:
@@ -356,15 +369,11 @@ class PrivateTrainer(Trainer):
                     "written by another Trainer, with save_only_model, or not to its end; resume from another one"
                 )
             return wanted
-        folder = Path(str(self.args.output_dir))
-        found = [
-            place for place in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if place.name.rpartition("-")[2].isdigit()
-        ]
-        for place in sorted(found, key=lambda place: -int(place.name.rpartition("-")[2])):
+        for place in sorted(self._checkpoints(), key=lambda place: -int(place.name.rpartition("-")[2])):
             if is_whole(place):
                 return str(place)
             log.warning("the checkpoint %s was not written to its end, or not by PrivateTrainer; it is left out", place)
         raise PrivacyError(
-            f"there is no checkpoint with a privacy state in {folder}; begin anew, with the same ledger so that what "
-            "was spent counts"
+            f"there is no checkpoint with a privacy state in {self.args.output_dir}; begin anew, with the same ledger "
+            "so that what was spent counts"
         )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 __all__ = ["notice", "slow_work"]
 
 # Seconds after which a bar is shown, and between two updates of its clock.
-PATIENCE, TICK = 2.0, 0.5
+PATIENCE, TICK = 1.0, 0.5
 CLOCK = "{desc}: {elapsed}"
 
 log = logging.getLogger("ghostclip")
@@ -35,9 +35,9 @@ def notice(message: str, *values: object) -> None:
 
 @contextmanager
 def slow_work(name: str, message: str, *values: object, parts: int | None = None) -> Iterator[Callable[[], object]]:
-    """Gives a notice, and shows a progress bar on a terminal once the work has lasted two seconds.
+    """Gives a notice, and shows a progress bar on a terminal once the work has lasted a second.
 
-    The bar needs tqdm; without it the notice is all. Work whose length is unknown has a clock in its place.
+    Without tqdm, or where the work's length is unknown, a clock is shown in its place.
 
     Args:
         name: of the work, for the bar.
@@ -61,15 +61,18 @@ def slow_work(name: str, message: str, *values: object, parts: int | None = None
 
 
 def _has_watcher() -> bool:
-    """Whether notices are shown, on a terminal, and there is what draws a bar."""
+    """Whether notices are shown, on a terminal."""
     shown = log.isEnabledFor(logging.INFO) or log.level == logging.NOTSET
-    return shown and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
+    return shown and sys.stderr.isatty()
 
 
 def _show(name: str, parts: int | None, finished: Sized, done: threading.Event) -> None:
     """A bar from `PATIENCE` on until the work is done; runs in a thread of its own."""
     started = time.time()
     if done.wait(PATIENCE):
+        return
+    if importlib.util.find_spec("tqdm") is None:
+        _show_seconds(f"ghostclip: {name}", started, done)
         return
     from tqdm import tqdm
 
@@ -81,3 +84,14 @@ def _show(name: str, parts: int | None, finished: Sized, done: threading.Event) 
             bar.refresh()
             if done.wait(TICK):
                 return
+
+
+def _show_seconds(name: str, started: float, done: threading.Event) -> None:
+    """A line with the seconds so far, which is cleared when the work is done."""
+    line = ""
+    while True:
+        line = f"{name}: {time.time() - started:.0f} s"
+        print(f"\r{line}", end="", file=sys.stderr, flush=True)
+        if done.wait(TICK):
+            break
+    print(f"\r{' ' * len(line)}\r", end="", file=sys.stderr, flush=True)

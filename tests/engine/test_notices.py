@@ -79,12 +79,19 @@ def test_work_of_unknown_length_has_a_clock_that_stops_when_the_work_fails():
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("reason", ["short work", "no terminal", "no tqdm"])
+def test_without_tqdm_the_clock_counts_seconds_and_is_cleared(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with redirect_stderr(Terminal()) as terminal, slow_work("thinking", "thinking", parts=3):
+        assert terminal.shows("\rghostclip: thinking: 0 s")
+    lines = terminal.getvalue().split("\n")
+    assert lines[0] == "ghostclip: thinking"
+    assert lines[1].split("\r")[-2].strip() == ""
+
+
+@pytest.mark.parametrize("reason", ["short work", "no terminal"])
 def test_there_is_no_bar(monkeypatch, reason):
     if reason == "short work":
         monkeypatch.setattr(notices, "PATIENCE", 60.0)
-    if reason == "no tqdm":
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     stream = io.StringIO() if reason == "no terminal" else Terminal()
     with redirect_stderr(stream) as shown, slow_work("thinking", "thinking") as advance:
         time.sleep(0.02)

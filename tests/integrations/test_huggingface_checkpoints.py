@@ -88,11 +88,15 @@ def test_a_target_that_was_spent_before_is_refused_before_any_work(tmp_path):
     account = Ledger(tmp_path / "privacy.ledger").account()
     account.charge(SampledGaussian(1.0, 1.0))
     account.close()
-    subject = trainer(tmp_path, privacy=PrivacyArguments(target_epsilon=1.0))
+    private = PrivacyArguments(target_epsilon=1.0)
+    with pytest.raises(BudgetExceededError, match="this output_dir was trained before"):
+        trainer(tmp_path, privacy=private)
+    (tmp_path / "checkpoint-6").mkdir()  # from which it may go on
+    subject = trainer(tmp_path, privacy=private)
     with pytest.raises(BudgetExceededError, match="this output_dir was trained before") as raised:
         subject.train()
     assert subject.engine is None
-    assert len(raised.traceback) == 3
+    assert len(raised.traceback) == 4
 
 
 def test_a_checkpoint_that_was_not_written_to_its_end_is_left_out(tmp_path, caplog):
