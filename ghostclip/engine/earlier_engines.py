@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from torch import nn
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ghostclip.engine.privacy_engine import PrivacyEngine
@@ -16,20 +15,35 @@ __all__ = ["how_to_count", "warn_of_earlier"]
 
 log = logging.getLogger("ghostclip")
 
-# The last engine of each model; for a warning only, as when a notebook's cell is run twice. It keeps neither alive.
-_last: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PrivacyEngine]] = weakref.WeakKeyDictionary()
+# An attribute of each model with its last engine; for a warning only, as when a notebook's cell is run twice.
+MARK = "ghostclip_trained"
 
 
-def warn_of_earlier(engine: PrivacyEngine, how_to_count: Callable[[PrivacyEngine], str | None]) -> None:
-    """Logs a warning where another engine took steps with the engine's model that this one doesn't count.
+class _Trained:
+    """Knows an engine without keeping it alive; a copy, or what is stored, has plain figures in its place."""
+
+    def __init__(self, engine: PrivacyEngine) -> None:
+        self.engine = weakref.ref(engine)
+
+    def __reduce__(self) -> tuple[type, tuple[()], dict[str, Any]]:
+        if (engine := self.engine()) is None:
+            return SimpleNamespace, (), {"steps_taken": 0, "ledger": None}
+        ledger = None if engine.ledger is None else SimpleNamespace(path=engine.ledger.path)
+        return SimpleNamespace, (), {"steps_taken": engine.steps_taken, "ledger": ledger}
+
+
+def warn_of_earlier(engine: PrivacyEngine, how_to_count: Callable[[Any], str | None]) -> None:
+    """Logs a warning where another engine took steps with the engine's model, or with one that it is a copy of.
+
+    Not where the new engine counts them.
 
     Args:
         engine: a new one.
         how_to_count: what makes it count the steps of an earlier one, in words; None where it does.
     """
-    last = _last.get(engine.model)
-    earlier = None if last is None else last()
-    _last[engine.model] = weakref.ref(engine)
+    last = vars(engine.model).get(MARK)
+    earlier = last.engine() if isinstance(last, _Trained) else last
+    vars(engine.model)[MARK] = _Trained(engine)
     if earlier is None or not earlier.steps_taken:
         return
     if (remedy := how_to_count(earlier)) is not None:
@@ -40,8 +54,11 @@ def warn_of_earlier(engine: PrivacyEngine, how_to_count: Callable[[PrivacyEngine
         )  # fmt: skip
 
 
-def how_to_count(engine: PrivacyEngine, earlier: PrivacyEngine) -> str | None:
-    """What makes an engine count the steps of an earlier one; None where it does, by their common ledger."""
+def how_to_count(engine: PrivacyEngine, earlier: Any) -> str | None:
+    """What makes an engine count the steps of an earlier one; None where it does, by their common ledger.
+
+    ``earlier`` is a `PrivacyEngine`, or has its ``steps_taken`` and ``ledger``.
+    """
     if engine.ledger is not None and earlier.ledger is not None and engine.ledger.path == earlier.ledger.path:
         return None
     return 'Give both the same ledger="..."'

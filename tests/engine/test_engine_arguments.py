@@ -1,5 +1,8 @@
 """What an engine is built of and attached to: optimizers, models, settings and hooks that it must refuse."""
 
+import copy
+import io
+from collections.abc import Callable
 from typing import Any
 
 import private_runs as runs
@@ -152,14 +155,25 @@ def test_epsilon_checks_its_arguments_even_when_it_is_infinite(model: nn.Module,
         runs.engine_for(model, noise_multiplier=0.0).epsilon(**wrong)
 
 
+def stored(model: nn.Module) -> nn.Module:
+    torch.save(model, content := io.BytesIO())
+    content.seek(0)
+    loaded: nn.Module = torch.load(content, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy, stored])
 @pytest.mark.parametrize("ledgers", ["both", "the second", "none"])
-def test_a_model_that_another_engine_trained(ledgers: str, caplog: pytest.LogCaptureFixture, tmp_path: Any) -> None:
-    """Its steps aren't counted by the new one, which says so; in one ledger they are."""
+def test_a_model_that_another_engine_trained(
+    ledgers: str, copied: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture, tmp_path: Any
+) -> None:
+    """Steps of it, or of what it is a copy of, aren't counted by the new one, which says so; in one ledger they are."""
     model = runs.network()
     for has_ledger in (ledgers == "both", ledgers != "none"):
         ledger = tmp_path / "run.ledger" if has_ledger else None
         runs.train(engine := runs.engine_for(model, noise_multiplier=1.0, clipping=1.0, ledger=ledger), 1)
         engine.detach()
+        model = copied(model)
     assert [record.getMessage() for record in caplog.records] == (ledgers != "both") * [
         "another engine took 1 step with this model before; epsilon() of the new one doesn't count them. Give both the "
         'same ledger="..." so that they add up, or train a new model'
