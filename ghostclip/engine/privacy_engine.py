@@ -178,14 +178,11 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         plan, spending, loader = self._plan, self._spending, self.batches()
         self.noise_multiplier, self.planned_steps = plan.noise_multiplier, plan.planned_steps
         self.target_epsilon, self.target_delta = plan.target_epsilon, plan.target_delta
-        self.correlation = plan.correlation
-        self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
+        self.correlation, self.batch_size, self.sample_rate = plan.correlation, loader.batch_size, loader.sample_rate
         self.max_epsilon, self.ledger = spending.max_epsilon, spending.ledger
         agreed = {name: getattr(self, name) for name in AGREED} | {"seed": seed}
-        if self.schedule is not None:
-            agreed["schedule"] = repr(self.schedule)
-        if self.correlation is not None:
-            agreed["correlation"] = repr(self.correlation.matrix)
+        matters = {"schedule": self.schedule, "correlation": self.correlation and self.correlation.matrix}
+        agreed |= {name: repr(value) for name, value in matters.items() if value is not None}
         self._snapshots = Snapshots(
             self.model, self.optimizer, self.clipping, loader, source, spending, self._steps, agreed, self._ranks,
             self._mechanism,
@@ -259,9 +256,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         A graph holds the forward and both passes of a physical batch; `GhostClipper.clip` lists its conditions.
         """
         if self.schedule is not None:
-            raise ValueError(
-                "compile() and schedule don't go together: a graph is made for one threshold; leave one of them out"
-            )
+            raise ValueError("compile() and schedule don't go together: a graph is for one threshold; leave one out")
         self._steps.micro_batches.check_found()
         self._steps.compile(self.batches().largest_physical)
 
@@ -396,10 +391,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         return self._snapshots.restore(path, extra)
 
     def detach(self) -> None:
-        """Ends the run: removes the hooks from the optimizer, whose later steps are not private, and ends data workers.
-
-        Raises LedgerError if reserved steps can't be given back.
-        """
+        """Ends the run: the optimizer's later steps are not private. LedgerError: a reserve can't be given back."""
         self._steps.detach()
         self._synchronise()
         if self._mechanism is not None:
