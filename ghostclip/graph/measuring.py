@@ -162,7 +162,7 @@ def _owners(
             batch.losses, calls, edges, uses.weights_alone, batch.indices, batch.half, known, gradients, own_code
         )
     except Exception as error:
-        if not own_code or isinstance(error, (RuntimeError, GhostClipError)):
+        if not own_code or isinstance(error, (RuntimeError, MemoryError, GhostClipError)):
             raise
         raise UnsupportedModelError(
             f"a hook or torch.autograd.Function of your own raised {type(error).__name__}: to find whose "
