@@ -275,7 +275,8 @@ def _table(runs: dict[str, float], task: str, about: dict[str, str], epsilons: S
             found = [tested(runs, task, name, epsilon) for epsilon in epsilons]
             digits = 2 if task == "stream" else 1
             cells = [f"{100 * mean(v):.{digits}f} ({100 * stdev(v) / len(v) ** 0.5:.{digits}f})" for v in found]
-            lines.append(f"| {name} | {about[name]} | {len(found[0])} | {' | '.join(cells)} |")
+            counts = {min(map(len, found)), max(map(len, found))}
+            lines.append(f"| {name} | {about[name]} | {' to '.join(map(str, sorted(counts)))} | {' | '.join(cells)} |")
     return lines
 
 

@@ -41,7 +41,7 @@ FILE = "trl_trainers"
 TASKS = tuple(SCRIPTS)
 WORDS, ROWS, CLIP, RATE = 40, 16, 0.3, 0.5
 LARGE = {"words": 2000, "width": 256, "layers": 2}
-BATCH, STEPS, WARM = 16, 8, 3
+BATCH, STEPS, WARM = 16, 16, 8  # the first steps are checked, and measured by marks
 Facts = dict[str, Any]
 
 

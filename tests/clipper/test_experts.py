@@ -41,7 +41,7 @@ def test_a_capacity_shared_by_the_batch_is_caught():
     data = torch.utils.data.TensorDataset(tokens(64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine = ghostclip.PrivacyEngine(model, optimizer, data, batch_size=16, noise_multiplier=1.0)
-    with pytest.raises(ghostclip.GhostClipError, match="examples mix|examples that mix"):  # noqa: PT012
+    with pytest.raises(ghostclip.GhostClipError, match=r"examples mix|examples that mix"):  # noqa: PT012
         for batch in engine.batches():
             engine.step(batch, lambda model, batch: losses_of(model, batch[0]))
 
