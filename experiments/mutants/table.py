@@ -144,7 +144,7 @@ CLIPPING = [
     Mutant(
         "stale norm of a repeated layer",
         "ghostclip/clipper/collector.py",
-        "                if part in self._left:\n",
+        "                if part in self._uses_to_come:\n",
         "                if False:\n",
         ("tests/layers/test_layers.py", "-k", "same_layer or one_module"),
     ),

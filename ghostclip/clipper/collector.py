@@ -68,7 +68,7 @@ class TermReceiver(ABC):
         self.layout, self.calls = layout, layout.calls
         # The parts that each call used, by the parameters' names in the layer; how many uses of each are still to come.
         self._parts: dict[int, dict[str, Part]] = {}
-        self._left = dict[Part, int]()
+        self._uses_to_come = dict[Part, int]()
         # Parts that were used several times.
         self._several = set[Part]()
         for call in layout.calls:
@@ -78,9 +78,9 @@ class TermReceiver(ABC):
                 if owner in without:
                     continue
                 parts[name] = part = owner, None if owner in whole else call.rows.get(name)
-                if part in self._left:
+                if part in self._uses_to_come:
                     self._several.add(part)
-                self._left[part] = self._left.get(part, 0) + 1
+                self._uses_to_come[part] = self._uses_to_come.get(part, 0) + 1
 
     def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
@@ -218,8 +218,8 @@ class NormCollector(TermReceiver):
             term = _padded(call, name, term)
         if part in self._several:
             self._waiting.setdefault(part, []).append(term)
-            self._left[part] -= 1
-            if self._left[part]:
+            self._uses_to_come[part] -= 1
+            if self._uses_to_come[part]:
                 return
             term = combined(self._waiting.pop(part))
         if self._held[0] is not call:

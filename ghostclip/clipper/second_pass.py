@@ -266,7 +266,8 @@ class Reweighting(TermReceiver):
         layout: the first pass's.
         done: ids of parameters whose sums are known already.
         sums: how terms are summed.
-        add: takes a part and what is to be added to its sum: that of all uses, to be rounded to its type once.
+        add: called once for each part, after its last use, with the sum over all uses, which is then rounded to the
+            parameter's type once.
         seen: what the first pass noted of rows; None: nothing is checked.
         times: [B], how many times as large each example's gradients are as in the first pass; None where that isn't
             looked at.
@@ -281,7 +282,7 @@ class Reweighting(TermReceiver):
     ) -> None:  # fmt: skip
         super().__init__(layout, without=done)
         self._sums, self._add, self._seen, self._times = sums, add, seen, times
-        self._gathered: dict[Part, Tensor] = {}
+        self._sum_of_uses: dict[Part, Tensor] = {}  # so far, of parts that are used again
         self.off: list[Tensor] = []
         if layout.calls and isinstance(last := layout.calls[-1], FallbackCall):
             last.region.watch = self._look
@@ -305,11 +306,11 @@ class Reweighting(TermReceiver):
 
     def _take(self, call: LayerCall, name: str, part: Part, term: PerExampleGrads) -> None:
         amount = self._sums.of(part, term)
-        self._left[part] -= 1
-        if part in self._gathered:
-            amount = self._gathered.pop(part).add_(amount)
-        if self._left[part]:
-            self._gathered[part] = amount
+        self._uses_to_come[part] -= 1
+        if part in self._sum_of_uses:
+            amount = self._sum_of_uses.pop(part).add_(amount)
+        if self._uses_to_come[part]:
+            self._sum_of_uses[part] = amount
         else:
             self._add(part, amount)
 

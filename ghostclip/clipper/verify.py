@@ -65,7 +65,8 @@ def compare_with_loop(
             f"norms or clipped sums differ from the loop over single examples by more than {tolerance:g} (relative): "
             f"{', '.join(listed[:SHOWN])}{more}\n"
             "Losses depend on other examples, which ghostclip.check(model, loss_fn, batch) finds, or a layer's rule is "
-            f"wrong.\nNorms by the clipper: {_first(result.norms)}, of the whole gradients by the loop: {_first(whole)}"
+            "wrong; where norms agree, it is how sums are formed: try the other second_pass.\n"
+            f"Norms by the clipper: {_first(result.norms)}, of the whole gradients by the loop: {_first(whole)}"
         )
     return max(worst.values(), default=0.0)
 

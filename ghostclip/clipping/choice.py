@@ -76,7 +76,8 @@ def as_policy(clipping: Any) -> Policy | Groupwise:
     if isinstance(clipping, Groupwise):
         raise TypeError(
             "a group-wise policy must be PerLayer, Grouped, Composed, or Custom(function, sensitivity, groups=...), "
-            f"whose weights are held to the sensitivity; got {type(clipping).__name__}"
+            "whose weights are held to the sensitivity; write a ThresholdRule for Composed for thresholds of your own; "
+            f"got {type(clipping).__name__}"
         )
     if isinstance(clipping, Policy):
         return Clamped(clipping)

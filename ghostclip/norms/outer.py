@@ -1,8 +1,9 @@
 """Gradients that are sums of outer products over positions: linear, recurrent, attention layers, and convolutions.
 
-One layout: left factors (gradients of the loss at the pre-activation) [B, T, p], right factors (what the weight was
-multiplied with) [B, T, d]; the gradient of example i is ``sum_t left[i, t] (x) right[i, t]``, of shape p x d (Lee &
-Kifer 2020, equations 6, 8 and 12). Its squared norm has two forms:
+One layout: left factors belong to the weight's first axis, [B, T, p], right factors to its others, [B, T, d]. For
+torch's weights [p, d] they are gradients of the loss at the pre-activation and what the weight was multiplied with, for
+weights [d, p] the other way round. The gradient of example i is ``sum_t left[i, t] (x) right[i, t]``, of shape p x d
+(Lee & Kifer 2020, equations 6, 8 and 12). Its squared norm has two forms:
 
     direct   || left[i]^T right[i] ||_F^2                                  2 B T p d flops, B p d numbers
     gram     sum_{s,t} (left[i,s] . left[i,t]) (right[i,s] . right[i,t])   2 B T^2 (p + d) flops, B T^2 numbers
@@ -113,9 +114,9 @@ class OuterProduct(PerExampleGrads):
     """Sums of outer products over T positions; ``groups`` blocks of a grouped weight are folded into the batch.
 
     Attributes:
-        left: [B * groups, T, p], gradients at the pre-activation.
-        right: [B * groups, T, d], inputs.
-        shape: of the parameter; its first axis holds the groups' p one after another, the others flatten to d.
+        left: [B * groups, T, p], gradients at the pre-activation for a weight [p, d].
+        right: [B * groups, T, d], inputs for a weight [p, d].
+        shape: of the parameter; its axes flatten to groups, p and d in this order.
         groups: blocks of the weight with inputs of their own, as groups of a convolution or places of a local layer.
     """
 
