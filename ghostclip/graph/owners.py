@@ -165,7 +165,7 @@ def owners(
         again = scheme.drawn(losses, sizes)[None]
         measured.add(again, _stacked([backward(each) for each in again]))
     owned = {subject: each or measured.in_any_order(subject) for subject, each in found.items()}
-    for start in scheme.spoilt(losses) if own_code else ():
+    for start in scheme.starts_with_one_odd(losses) if own_code else ():
         with torch.autograd.set_detect_anomaly(False):
             now = backward(start)
         for subject in (each for each, own in owned.items() if measured.touched(each, own, start, now)):
