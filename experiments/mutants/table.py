@@ -2296,7 +2296,7 @@ OF_COMPANY = [
     Mutant(
         "a function of somebody's own is not looked at beside a large example",
         "ghostclip/graph/moves.py",
-        "    exponents[odd] = LARGE\n",
+        "    exponents[odd] = ODD_POWER\n",
         "",
         ("tests/clipper/test_row_layouts.py", "-k", "sake_of_one"),
     ),

@@ -20,7 +20,7 @@ FARTHEST = 80.0
 # float32.
 SMALLEST, LOWEST = -30.0, -60.0
 # The power of two by which one example is made large where somebody's own code runs in the backward.
-LARGE = 40
+ODD_POWER = 40
 # The longest direction that is remembered; a longer one is drawn again, 4 ns an entry.
 REMEMBERED = 1 << 22
 
@@ -100,7 +100,7 @@ class MarkScheme:
 
         In float16 none is large but finite, since gradients overflow.
         """
-        odd = [math.nan, math.inf, 2.0**LARGE][: 3 if self.floor is None else 2]
+        odd = [math.nan, math.inf, 2.0**ODD_POWER][: 3 if self.floor is None else 2]
         starts = torch.full((len(odd), len(losses)), self.plain, dtype=losses.dtype, device=losses.device)
         starts[:, int(torch.randint(len(losses), (), generator=_dice, device="cpu"))] = starts.new_tensor(odd)
         return starts

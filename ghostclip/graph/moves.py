@@ -31,7 +31,7 @@ __all__ = ["Movements", "movements"]
 # Types with room for powers of two around 1, and the largest of their exponents.
 EXACT, EXPONENTS = (torch.float32, torch.float64, torch.bfloat16), 16
 # The exponent of one example, beside which those of the others are small.
-LARGE = 60
+ODD_POWER = 60
 
 # Not Python's own, which users seed.
 _chance = random.Random()
@@ -258,7 +258,7 @@ def _keeps_apart(node: Any, rows: Rows, examples: int) -> bool:
     odd = _chance.randrange(examples)
     exponents = [each % (2 * EXPONENTS + 1) - EXPONENTS for each in range(examples)]
     _chance.shuffle(exponents)
-    exponents[odd] = LARGE
+    exponents[odd] = ODD_POWER
     owner = rows.owners(shape[rows.dim], examples, output.device).view(
         [-1 if dim == rows.dim else 1 for dim in range(len(shape))]
     )
@@ -266,7 +266,8 @@ def _keeps_apart(node: Any, rows: Rows, examples: int) -> bool:
     numbers = torch.arange(shape[-1], device=output.device).cos().to(output.dtype).expand(shape).contiguous()
     try:
         with torch.no_grad():
-            given = numbers, numbers * marks, numbers.where(owner != odd, numbers.log() * math.inf)
+            not_finite = numbers.log() * math.inf  # of cosines: NaN and infinite numbers
+            given = numbers, numbers * marks, numbers.where(owner != odd, not_finite)
             plain, marked, broken = (tree_leaves(node.apply(each)) for each in given)
             return all(
                 _equal(one * marks, other) and _equal(one.where(owner != odd, 0), last.where(owner != odd, 0))

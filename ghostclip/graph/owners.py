@@ -187,14 +187,15 @@ def spreads(losses: Tensor, rows: Mapping[Subject, Rows], ends: Sequence[Edge], 
         losses: [B].
         rows: of layers.
         ends: as `owners` has them.
-        attempt: numbered from 0. Which half of the examples is made NaN goes by a digit of their numbers, each in turn.
+        attempt: its number. Half of the examples are made NaN, by a binary digit of their numbers, another each time.
     """
     found = {call: each for call, each in rows.items() if isinstance(call, LayerCall)}
     odd = torch.arange(len(losses), device=losses.device) >> attempt % (len(losses) - 1).bit_length() & 1 == 1
     dims: Dims = {call: [each.dim] for call, each in found.items()}
     backward = functools.partial(_backward, losses, list(found), dims, ends)
+    ones = torch.ones_like(losses)
     with torch.autograd.set_detect_anomaly(False):
-        plain, now = (backward(torch.ones_like(losses).masked_fill(each, math.nan)) for each in (odd & False, odd))
+        plain, now = backward(ones), backward(ones.masked_fill(odd, math.nan))
     for call, each in found.items():
         before, after = plain[call, each.dim][0], now[call, each.dim][0]
         others = ~odd[each.owners(len(before), len(losses), losses.device)]
