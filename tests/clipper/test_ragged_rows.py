@@ -134,7 +134,7 @@ def expected(sizes, owner):
     return True if share < 1e-13 else (False if share > 1e-3 else None)
 
 
-def judged(operations, n, features, examples, seed):
+def assert_exact_or_refused(operations, n, features, examples, seed):
     """What was to be expected without an index; asserts that so it is, and with an index, under both second passes."""
     torch.manual_seed(seed)
     r = torch.cat([torch.arange(min(n, examples)), index_of(max(0, n - examples), examples)])[torch.randperm(n)]
@@ -169,7 +169,7 @@ def judged(operations, n, features, examples, seed):
 @pytest.mark.parametrize("operation", APART.values(), ids=APART)
 @pytest.mark.one_in(12)
 def test_operations_that_keep_examples_apart_are_exact(operation, shape):
-    assert judged([operation], *shape, seed=0) is not False
+    assert assert_exact_or_refused([operation], *shape, seed=0) is not False
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -177,7 +177,7 @@ def test_operations_that_keep_examples_apart_are_exact(operation, shape):
 @pytest.mark.one_in(12)
 def test_others_are_refused_where_a_row_has_two_losses(operation, shape):
     for seed in range(3):
-        judged([operation], *shape, seed)
+        assert_exact_or_refused([operation], *shape, seed)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -186,7 +186,7 @@ def test_chains(seed):
     torch.manual_seed(seed)
     for turn, shape in enumerate(SHAPES):
         among = list((APART if turn % 3 else APART | MIXING).values())
-        judged([among[int(torch.randint(0, len(among), ()))] for _ in range(3)], *shape, seed)
+        assert_exact_or_refused([among[int(torch.randint(0, len(among), ()))] for _ in range(3)], *shape, seed)
 
 
 def test_an_index_holds_where_rows_without_gradients_leave_two_orders():

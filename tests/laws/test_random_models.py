@@ -35,7 +35,7 @@ def losses_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @functools.cache
-def outcome(seed: int) -> str:
+def assert_exact_or_refused(seed: int) -> str:
     """ "exact" or "refused"; raises where a batch is clipped otherwise than by the loop."""
     model, batches, options = drawn(seed)
     clipper = ghostclip.GhostClipper(model, 0.05, **options)
@@ -53,16 +53,16 @@ QUICK, ALL = range(60), range(1500)
 @pytest.mark.parametrize("block", range(0, len(QUICK), 20))
 def test_random_models_are_exact_or_refused(block: int) -> None:
     for seed in QUICK[block : block + 20]:
-        outcome(seed)
+        assert_exact_or_refused(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(0, len(ALL), 100))
 def test_many_random_models_are_exact_or_refused(block: int) -> None:
     for seed in ALL[block : block + 100]:
-        outcome(seed)
+        assert_exact_or_refused(seed)
 
 
 def test_most_random_models_train() -> None:
-    refused = sum(outcome(seed) == "refused" for seed in QUICK)
+    refused = sum(assert_exact_or_refused(seed) == "refused" for seed in QUICK)
     assert refused < FRACTION * len(QUICK)
