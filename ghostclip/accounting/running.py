@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import scipy
 
-from ghostclip.accounting.losses import PLD_INTERVAL, composed, grid_interval, of_one_release
+from ghostclip.accounting.losses import PLD_INTERVAL, composed, grid_interval, is_gaussian, of_one_release
 from ghostclip.accounting.spent import epsilon_of, sampled_releases, selections
 from ghostclip.events import Event, SampledRelease
 
@@ -65,9 +65,10 @@ class RunningEpsilon:
         if delta == self._delta and counts == self._counts:
             return self._found
         more = self._more(counts) if delta == self._delta and math.isfinite(self._found) else None
-        if more is None:
+        by_formula = all(map(is_gaussian, counts))
+        if more is None or by_formula:
             found, self._growing = self._anew(counts, delta), None
-            if counts and math.isfinite(found):
+            if not by_formula and math.isfinite(found):
                 self._prepare(next(reversed(counts)), counts, delta)
         else:
             found = self._with(more, counts, delta)

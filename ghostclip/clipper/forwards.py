@@ -8,6 +8,7 @@ import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,8 @@ def check_loss_function(loss_fn: Any, batch: Any = None, computed: str = "") -> 
             f"loss_fn must be a function of (model, examples) that returns one loss for each example; got {kind}. For "
             f'a criterion with reduction="none": lambda model, batch: criterion(model(batch[0]), batch[1]){computed}'
         )
+    if type(loss_fn) is FunctionType and loss_fn.__code__.co_argcount == 2 and not loss_fn.__code__.co_kwonlyargcount:
+        return  # at once, since each step asks: a signature takes 4% of a small network's
     with contextlib.suppress(ValueError):  # a function in C may have no signature
         signature = inspect.signature(loss_fn)
         try:

@@ -110,11 +110,25 @@ def test_the_full_batch_is_the_gaussian_mechanism(options: dict[str, Any], moved
     assert exact <= got <= exact * (1 + 1e-4)
 
 
+@pytest.mark.parametrize("delta", [1e-9, 1e-5, 0.2])
+def test_releases_over_all_data_are_one_gaussian_release(delta: float) -> None:
+    """Of several kinds together, and exactly: what distributions on a grid give is above it by their width."""
+    events = [SampledGaussian(1.0, 5.0, 8), SampledGaussian(1.0, 7.0, 3), SampledGaussian(1.0, 40.0)]
+    noise = (8 / 25 + 3 / 49 + 1 / 1600) ** -0.5
+    exact = gaussian_mechanism.get_epsilon_gaussian(noise, delta)
+    got, grid = accounting.epsilon_of(events, delta=delta), losses.composed(events, 1e-4).get_epsilon_for_delta(delta)
+    assert exact < got < exact * (1 + 1e-7)
+    assert got <= grid + 1e-7 and got == pytest.approx(grid, rel=1e-4)
+    mixed = [*events, SampledGaussian(0.5, 2.0, 3)]
+    assert accounting.epsilon_of(mixed, delta=delta) > got
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("target", "steps", "options"),
     [
         (0.8, 200, {}),
+        (0.8, 20, {"sample_rate": 1.0}),
         (0.8, 200, {"accountant": "rdp"}),
         (0.8, 20, {"accountant": "rdp", "sampling": "without_replacement"}),
         (0.05, 4, {"accountant": "rdp", "sample_rate": 0.3}),  # far from the first guess
