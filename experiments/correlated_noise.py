@@ -3,7 +3,7 @@
     python experiments/correlated_noise.py [--steps N] [--out FOLDER]
 
 writes correlated_noise.json and correlated_noise.md. Nothing is timed or drawn: noise multipliers are by PLD, errors by
-`BandedToeplitz.error`.
+`BandedToeplitz.error`, or by dense matrices.
 """
 
 from __future__ import annotations
@@ -16,13 +16,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ghostclip import accounting
 from ghostclip.noise import BandedToeplitz, BufferedToeplitz
+from ghostclip.noise.correlation import minimized
 
 RESULTS = Path(__file__).parent / "results"
 FILE = "correlated_noise"
 BANDS, BUFFERS = (1, 8, 32), (1, 3)
 EPSILONS, EPOCHS, DELTA = (1.0, 4.0, 16.0), (1, 4, 16), 1e-6
+# Updates by momentum, and learning rates that fall along half a cosine: {in words: (momentum, whether they fall)}.
+WORKLOADS = {
+    "momentum 0.9": (0.9, False), "momentum 0.99": (0.99, False),
+    "cosine": (0.0, True), "momentum 0.9, cosine": (0.9, True),
+}  # fmt: skip
+WORKLOAD_STEPS = 400
 
 
 def compared(epsilon: float, epochs: int, steps: int) -> dict[str, Any]:
@@ -42,8 +52,37 @@ def compared(epsilon: float, epochs: int, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def error_of_parameters(coefficients: Tensor, momentum: float, falls: bool, steps: int) -> Tensor:
+    """Root mean squared noise of the parameters, over all steps of SGD; differentiable.
+
+    Args:
+        coefficients: the diagonals, float64 [bands], the main one first.
+        momentum, falls: of the updates.
+        steps: of training.
+    """
+    ages = torch.arange(steps)[:, None] - torch.arange(steps)
+    diagonals = torch.cat([coefficients, coefficients.new_zeros(steps - len(coefficients))])
+    matrix = torch.where(ages >= 0, diagonals[ages.clamp(min=0)], 0.0)
+    rates = (1 + torch.cos(math.pi * torch.arange(steps).double() / steps)) / 2 if falls else torch.ones(steps).double()
+    updates = torch.where(ages >= 0, rates[:, None] * momentum ** ages.clamp(min=0).double(), 0.0).cumsum(0)
+    noise = torch.linalg.solve_triangular((matrix / matrix.norm(dim=0)).t(), updates.t(), upper=True)
+    return (noise.square().sum() / steps).sqrt()
+
+
+def for_workload(bands: int, momentum: float, falls: bool, steps: int) -> list[float]:
+    """That error of one band, of the coefficients for prefix sums, and of the best ones for these updates."""
+    coefficients = torch.from_numpy(BandedToeplitz(bands=bands).series(steps)[:bands])
+    start = coefficients[1:] / coefficients[0]
+
+    def error(rest: Tensor) -> Tensor:
+        return error_of_parameters(torch.cat([torch.ones(1).double(), rest]), momentum, falls, steps)
+
+    best = torch.from_numpy(minimized(error, start.numpy()))
+    return [float(error(each)) for each in (start[:0], start, best)]
+
+
 def markdown(results: dict[str, Any]) -> str:
-    """Two tables: errors, and noise at equal epsilon."""
+    """Three tables: errors, noise at equal epsilon, and what coefficients for momentum or a schedule would save."""
     steps = results["steps"]
     errors = " | ".join(f"{error:.4g}" for error in results["errors"].values())
     lines = [
@@ -66,6 +105,21 @@ def markdown(results: dict[str, Any]) -> str:
         pairs = zip(row["over_dpsgd"], row["noise_multiplier"], strict=True)
         cells = [f"{ratio:.3f} ({sigma:.3f})" for ratio, sigma in pairs]
         lines.append(f"| {row['epsilon']:g} | {row['epochs']} | {' | '.join(cells)} | {row['rule']:.0f} |")
+    steps = results["workload_steps"]
+    lines += [
+        "",
+        f"Root mean squared noise of the parameters over {steps} steps of SGD, over that of independent noise: with "
+        "the coefficients for prefix sums, which `BandedToeplitz` has, and with the best ones for momentum, or for "
+        "learning rates that fall along half a cosine.",
+        "",
+        "| updates | bands | coefficients for prefix sums | best coefficients | best over those |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in results["workloads"]:
+        one, prefix, best = row["errors"]
+        lines.append(
+            f"| {row['updates']} | {row['bands']} | {prefix / one:.3f} | {best / one:.3f} | {best / prefix:.3f} |"
+        )
     return "\n".join([*lines, "", f"Computed by `python experiments/{FILE}.py`.", ""])
 
 
@@ -79,7 +133,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = {f"{bands} bands": BandedToeplitz(bands=bands).error(steps) for bands in BANDS}
     errors |= {f"{buffers} buffers": BufferedToeplitz(buffers=buffers).error(steps) for buffers in BUFFERS}
     rows = [compared(epsilon, epochs, steps) for epsilon in EPSILONS for epochs in EPOCHS]
-    results = {"steps": steps, "errors": errors, "rows": rows}
+    workloads = [
+        {"updates": name, "bands": bands, "errors": for_workload(bands, *updates, WORKLOAD_STEPS)}
+        for name, updates in WORKLOADS.items() for bands in BANDS[1:]
+    ]  # fmt: skip
+    results = {
+        "steps": steps, "errors": errors, "rows": rows, "workload_steps": WORKLOAD_STEPS, "workloads": workloads,
+    }  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"{FILE}.json").write_text(json.dumps(results, indent=1) + "\n")
     (options.out / f"{FILE}.md").write_text(markdown(results))
