@@ -18,6 +18,7 @@ from ghostclip.audit.one_run import one_run
 from ghostclip.audit.result import Audit, Bound, CurvePoint, WhiteBox
 from ghostclip.audit.training import Claim, LossFunction, Training, plain_sgd
 from ghostclip.audit.white_box import TrialSetting, sampled_share, white_box_trials
+from ghostclip.noise import Correlation
 from ghostclip.validate import open_fraction, positive_int, whole
 
 __all__ = ["Phase", "audit"]
@@ -44,6 +45,8 @@ def audit(
     second_pass: str = "auto",
     max_physical_batch_size: int | None = None,
     noise: str = "standard",
+    sampling: str = "poisson",
+    correlation: Correlation | None = None,
     optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] = plain_sgd,
     draws: int = 10_000,
     canaries: int | None = None,
@@ -64,15 +67,18 @@ def audit(
     sampled Gaussian releases of some noise and rate) and "one-run" (which assumes nothing). The bounds of a
     single trial are "clopper-pearson" (which assumes nothing) and "gaussian".
 
-    The claim is about Poisson sampling and data sets that differ by one example's presence. What the attacks release is
-    not charged: the result of an audit over private data is private data.
+    The claim is about data sets that differ by one example's presence. Correlated noise, and sampling by turns, protect
+    a training as a whole: they are audited by one run (``draws=0``), whose adversary knows the matrix, and in which
+    steps each canary has its turn. What the attacks release is not charged: the result of an audit over private data is
+    private data.
 
     Args:
         model: any that can be trained privately.
         loss_fn: (model, batch) -> losses [B].
         data: a map-style data set, or a DataLoader, whose collate_fn is kept.
-        batch_size, noise_multiplier, target_delta, clipping, second_pass, max_physical_batch_size, noise: as
-            `PrivacyEngine`; there must be noise, since without it nothing is claimed.
+        batch_size, noise_multiplier, target_delta, clipping, second_pass, max_physical_batch_size, noise, correlation:
+            as `PrivacyEngine`; there must be noise, since without it nothing is claimed.
+        sampling: "poisson"; or "cyclic_poisson" or "cyclic", with or without ``correlation``.
         steps: of the whole training.
         optimizer: parameters -> the optimizer of the one run; plain SGD at rate 0.1 by default.
         draws: white-box releases; 0 leaves this attack out.
@@ -89,8 +95,14 @@ def audit(
     """
     options = {"second_pass": second_pass, "max_physical_batch_size": max_physical_batch_size, "noise": noise}
     training = Training(
-        model, loss_fn, data, batch_size, noise_multiplier, steps, target_delta, clipping, optimizer, options
-    )
+        model, loss_fn, data, batch_size, noise_multiplier, steps, target_delta, clipping, optimizer, options, sampling,
+        correlation,
+    )  # fmt: skip
+    if training.by_turns and whole(draws=draws):
+        raise ValueError(
+            f"draws must be 0 with sampling={sampling!r}: single releases of a training by turns, or with correlated "
+            "noise, claim nothing by themselves; the audit of one run sees them all"
+        )
     failure = (1.0 - open_fraction(confidence=confidence)) / SHARES
     setting = TrialSetting.of(training, sampled, positive_int(steps_per_trial=steps_per_trial))
     canaries = min(MOST_CANARIES, training.size // 2) if canaries is None else whole(canaries=canaries)

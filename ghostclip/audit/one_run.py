@@ -3,11 +3,13 @@
 The training is the user's own: model, data, batch size, noise, clipping, optimizer, steps. Some examples give their
 places to canaries. A canary's loss is a large multiple of a parameter of its own beside the model, so its gradient is
 clipped and orthogonal to all others (a Dirac canary: Nasr et al. 2023; Steinke et al. 2023, section 6), and the user's
-parameters are trained as ever. The adversary sees every released sum.
+parameters are trained as ever. The adversary sees every released sum. With correlated noise C^-1 w it multiplies the
+sequence of sums by C, and knows in which steps each canary has its turn.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -70,8 +72,8 @@ def one_run(training: Training, canaries: int, confidence: float, watch: Callabl
         )
     guesses = _best_number_of_guesses(training, canaries, confidence)
     inside = np.random.default_rng().integers(0, 2, canaries).astype(bool)
-    scores = _train(training, inside, watch)
-    return OneRun(canaries, 2 * guesses, _correct(scores, inside, guesses))
+    found = _train(training, inside, watch)
+    return OneRun(canaries, 2 * guesses, _correct(found, inside, guesses))
 
 
 def _train(training: Training, inside: np.ndarray, watch: Callable[[], None]) -> np.ndarray:
@@ -87,13 +89,13 @@ def _train(training: Training, inside: np.ndarray, watch: Callable[[], None]) ->
     data = TensorDataset(torch.arange(size, device="cpu"), own, rows)
     engine = training.engine(model, optimizer, data, training.batch_size)
     bound = as_policy(training.clipping).sensitivity
-    scores = np.zeros(count)
+    released = np.zeros((training.steps, count))
+    step = itertools.count()
 
     def look(*_: Any) -> None:
         gradient = model.canaries.weight.grad
         assert gradient is not None  # the engine fills in what is missing
-        released = gradient[1:, 0].double().cpu().numpy()
-        scores[:] += log_ratios(released * engine.batch_size / bound, engine.sample_rate, training.noise_multiplier)
+        released[next(step)] = gradient[1:, 0].double().cpu().numpy() * engine.batch_size / bound
 
     # After the engine's own hook, so what it sees is what was released.
     optimizer.register_step_pre_hook(look)
@@ -101,7 +103,28 @@ def _train(training: Training, inside: np.ndarray, watch: Callable[[], None]) ->
     for _ in range(training.steps):
         engine.step(next(batches), losses)
         watch()
-    return scores
+    groups = engine.batches().groups
+    return scores(training, released, None if groups is None else groups[size - count :])
+
+
+def scores(training: Training, released: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
+    """Log-likelihood ratios of "in" over "out" of each canary, [m].
+
+    Args:
+        training: of the releases.
+        released: [steps, m], along each canary's direction in units of the clipping bound.
+        groups: [m], in whose turns each canary may be; None: each in every step.
+    """
+    claim, noise, steps = training.claim, training.noise_multiplier, len(released)
+    if groups is None:
+        return log_ratios(released, claim.sample_rate, noise).sum(0)
+    matrix = np.eye(steps) if training.correlation is None else training.correlation.matrix(steps)
+    # C x + w, whose part along column t of C shows whether the canary was in step t.
+    seen = matrix.T @ (matrix @ released)
+    turns = np.arange(steps)[:, None] % training.separation == groups
+    if claim.sample_rate < 1:  # columns of a canary's turns are orthonormal
+        return np.where(turns, log_ratios(seen, claim.sample_rate, noise), 0.0).sum(0)
+    return ((turns * seen).sum(0) - np.square(matrix @ turns).sum(0) / 2) / noise**2
 
 
 class _WithCanaries(nn.Module):
@@ -135,9 +158,9 @@ def _best_number_of_guesses(training: Training, canaries: int, confidence: float
     gains = np.zeros(len(choices))
     for _ in range(REHEARSALS):
         inside = generator.integers(0, 2, canaries).astype(bool)
-        scores = _simulated(training, inside, generator)
+        simulated = _simulated(training, inside, generator)
         for place, guesses in enumerate(choices):
-            rehearsed = OneRun(canaries, 2 * guesses, _correct(scores, inside, guesses))
+            rehearsed = OneRun(canaries, 2 * guesses, _correct(simulated, inside, guesses))
             gains[place] += rehearsed.epsilon(training.target_delta, confidence)
     # Where no number promises a bound, guessing about all leaves a mechanism that breaks its claim most to show.
     return choices[int(gains.argmax())] if gains.any() else choices[-1]
@@ -146,15 +169,15 @@ def _best_number_of_guesses(training: Training, canaries: int, confidence: float
 def _simulated(training: Training, inside: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Scores of the sampled Gaussian mechanism that the training claims to be."""
     claim = training.claim
-    scores = np.zeros(len(inside))
-    for _ in range(training.steps):
+    found = np.zeros(len(inside))
+    for _ in range(claim.steps):
         taken = inside & (generator.random(len(inside)) < claim.sample_rate)
         seen = taken + claim.noise_multiplier * generator.standard_normal(len(inside))
-        scores += log_ratios(seen, claim.sample_rate, claim.noise_multiplier)
-    return scores
+        found += log_ratios(seen, claim.sample_rate, claim.noise_multiplier)
+    return found
 
 
-def _correct(scores: np.ndarray, inside: np.ndarray, guesses: int) -> int:
+def _correct(scored: np.ndarray, inside: np.ndarray, guesses: int) -> int:
     """How many of the ``guesses`` largest scores are of canaries that were in, and of the smallest that were out."""
-    order = np.argsort(scores)
+    order = np.argsort(scored)
     return int(inside[order[-guesses:]].sum() + (~inside[order[:guesses]]).sum())

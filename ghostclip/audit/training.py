@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,8 @@ from ghostclip import accounting
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipping.choice import adapts
 from ghostclip.engine import PrivacyEngine
+from ghostclip.events import CyclicPoissonGaussian
+from ghostclip.noise import Correlation
 from ghostclip.sampling import LogicalBatch
 from ghostclip.validate import one_of, open_fraction, positive, positive_int
 
@@ -24,6 +27,7 @@ __all__ = ["Claim", "LossFunction", "Training", "endless", "plain_sgd"]
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 _epsilon = lru_cache(maxsize=256)(accounting.epsilon)  # the same claim is asked about again and again
+SAMPLINGS = ("poisson", "cyclic_poisson", "cyclic")
 NOTHING_SHOWN = 1e4  # a noise multiplier so large that its epsilon is as good as 0
 
 
@@ -64,11 +68,6 @@ class Claim:
             return 0.0
         if noise_multiplier <= 0:
             return math.inf
-        if rate == 1.0:
-            from dp_accounting import gaussian_mechanism
-
-            # One Gaussian release, without any error of composition (Balle, Wang 2018).
-            return float(gaussian_mechanism.get_epsilon_gaussian(noise_multiplier / math.sqrt(self.steps), self.delta))
         return replace(self, noise_multiplier=noise_multiplier, sample_rate=rate).epsilon
 
 
@@ -82,6 +81,7 @@ class Training:
         steps: of the whole training.
         optimizer: parameters -> the optimizer of the training; plain SGD by default.
         options: other arguments of `PrivacyEngine`: second_pass, max_physical_batch_size, noise.
+        sampling, correlation: as `PrivacyEngine`; one of ``SAMPLINGS``.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the clipping norm is adaptive.
@@ -97,12 +97,15 @@ class Training:
     clipping: Any = 1.0
     optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] = plain_sgd
     options: Mapping[str, Any] = field(default_factory=dict)
+    sampling: str = "poisson"
+    correlation: Correlation | None = None
 
     def __post_init__(self) -> None:
         positive(noise_multiplier=self.noise_multiplier)
         positive_int(steps=self.steps)
         open_fraction(target_delta=self.target_delta)
         one_of(("standard", "hardened"), noise=self.options.get("noise", "standard"))
+        one_of(SAMPLINGS, sampling=self.sampling)
         if adapts(self.clipping):
             raise ValueError(
                 "an adaptive clipping norm is released along with the gradients, which this audit does not attack; "
@@ -122,9 +125,28 @@ class Training:
         return len(self.dataset)
 
     @property
+    def by_turns(self) -> bool:
+        """Whether each example can be in every so many-th step only."""
+        return self.sampling != "poisson"
+
+    @property
+    def separation(self) -> int:
+        """An example's turns are so many steps apart."""
+        if self.sampling == "cyclic":
+            return max(1, round(self.size / self.batch_size))
+        return 1 if self.correlation is None else self.correlation.bands or 1
+
+    @functools.cached_property
     def claim(self) -> Claim:
-        """What the training says it spends."""
-        return Claim(self.noise_multiplier, self.batch_size / self.size, self.steps, self.target_delta)
+        """What the training says it spends: of sampling by turns, the releases of one example's turns."""
+        cyclic = self.sampling == "cyclic"
+        setting = accounting.Setting(self.batch_size / self.size, self.sampling, bands=1 if cyclic else self.separation)
+        event = setting.event(self.noise_multiplier, self.steps)
+        if isinstance(event, CyclicPoissonGaussian):
+            if cyclic and self.correlation is not None:
+                event = replace(event, sensitivity=self.correlation.turn_sensitivity(self.steps, self.separation))
+            event = event.turns
+        return Claim(event.noise_multiplier, event.sample_rate, event.count, self.target_delta)
 
     def model_copy(self) -> nn.Module:
         """A copy that shares nothing with the user's model."""
@@ -148,6 +170,11 @@ class Training:
         self, model: nn.Module, optimizer: Optimizer, data: TensorDataset, batch_size: int, self_check: bool = True
     ) -> PrivacyEngine:
         """An engine with the training's clipping, noise and passes over another model and other data."""
+        options = dict(self.options)
+        if self.by_turns:
+            options["sampling"] = self.sampling
+        if self.correlation is not None:
+            options |= {"correlation": self.correlation, "steps": self.steps}
         return PrivacyEngine(
             model,
             optimizer,
@@ -157,7 +184,7 @@ class Training:
             target_delta=self.target_delta,
             clipping=self.clipping,
             self_check=self_check,
-            **self.options,
+            **options,
         )
 
 

@@ -118,7 +118,8 @@ def test_releases_over_all_data_are_one_gaussian_release(delta: float) -> None:
     exact = gaussian_mechanism.get_epsilon_gaussian(noise, delta)
     got, grid = accounting.epsilon_of(events, delta=delta), losses.composed(events, 1e-4).get_epsilon_for_delta(delta)
     assert exact < got < exact * (1 + 1e-7)
-    assert got <= grid + 1e-7 and got == pytest.approx(grid, rel=1e-4)
+    assert got <= grid + 1e-7
+    assert got == pytest.approx(grid, rel=1e-4)
     mixed = [*events, SampledGaussian(0.5, 2.0, 3)]
     assert accounting.epsilon_of(mixed, delta=delta) > got
 

@@ -26,10 +26,11 @@ from ghostclip.audit.bounds import (
     one_run_epsilon,
     one_run_p_value,
 )
-from ghostclip.audit.training import Claim
+from ghostclip.audit.one_run import _train
+from ghostclip.audit.training import Claim, Training
 from ghostclip.audit.trials import Trials, log_ratios
 from ghostclip.clipping import Adaptive, PerLayer, policies
-from ghostclip.noise import noise_source
+from ghostclip.noise import BandedToeplitz, BufferedToeplitz, noise_source
 from ghostclip.report import plain
 from ghostclip.sampling import Poisson
 
@@ -221,6 +222,41 @@ def test_one_run_of_a_sound_engine_and_of_one_without_noise(monkeypatch):
     assert broken.audited > sound.audited
 
 
+BY_TURNS = {
+    "bands": {"sampling": "cyclic_poisson", "correlation": BandedToeplitz(bands=3)},
+    "bands in order": {"sampling": "cyclic", "correlation": BandedToeplitz(bands=4)},
+    "more bands than batches": {"sampling": "cyclic", "correlation": BandedToeplitz(bands=8)},
+    "buffers": {"sampling": "cyclic", "correlation": BufferedToeplitz(buffers=2)},
+    "in order": {"sampling": "cyclic"},
+}
+
+
+@pytest.mark.parametrize("name", BY_TURNS)
+def test_canaries_of_a_training_by_turns_show_along_the_columns_of_their_turns(name):
+    training = Training(network(), losses_of, data(200), 40, 1e-4, 12, **BY_TURNS[name])
+    inside, steps = np.arange(60) % 2 == 0, []
+    found = _train(training, inside, lambda: steps.append(1))
+    assert len(steps) == 12
+    assert (found[~inside] < 0).all()
+    # One that wasn't sampled in any of its turns looks as if it were out.
+    assert (found[inside] > 0).mean() > (0.5 if training.claim.sample_rate < 1 else 0.99)
+
+
+@pytest.mark.parametrize("batch_size", [50, 30])
+@pytest.mark.parametrize("name", BY_TURNS)
+def test_one_run_by_turns_is_held_against_the_engine_s_epsilon_and_finds_a_bug(monkeypatch, name, batch_size):
+    options = {"draws": 0, "canaries": 100, "batch_size": batch_size, "steps": 12, "noise_multiplier": 2.0}
+    engines, step = set(), PrivacyEngine.step
+    monkeypatch.setattr(PrivacyEngine, "step", lambda self, *given: engines.add(self) or step(self, *given))
+    sound = audited(dataset=data(200), confidence=SURE, **options, **BY_TURNS[name])
+    (engine,) = engines
+    assert not sound.violated
+    assert sound.claimed == pytest.approx(engine.epsilon(), rel=1e-6)
+    noise_changed(monkeypatch, lambda std: std / 100)
+    broken = audited(dataset=data(200), confidence=0.95, **options, **BY_TURNS[name])
+    assert broken.audited > sound.audited
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -286,6 +322,12 @@ def test_figures_are_plain_and_name_every_bound():
         ({"confidence": 1.0}, "confidence must be a number in"),
         ({"batch_size": 9}, "batch_size must be at most the 8 examples; got 9"),
         ({"clipping": Adaptive(1.0)}, "an adaptive clipping norm is released along with the gradients"),
+        ({"sampling": "cyclic", "draws": 600}, "draws must be 0 with sampling='cyclic'"),
+        ({"sampling": "truncated"}, "sampling must be one of 'poisson', 'cyclic_poisson', 'cyclic'; got 'truncated'"),
+        (
+            {"correlation": BandedToeplitz(bands=2)},
+            "bands must be 1 unless sampling=",
+        ),
         ({"noise": "test"}, "noise must be one of 'standard', 'hardened'; got 'test'"),
     ],
 )
@@ -303,10 +345,13 @@ def test_an_option_that_no_training_has_and_a_model_that_no_example_moves_are_re
 
 @pytest.mark.slow
 def test_the_published_audits_run_and_find_the_planted_bug(tmp_path, capsys):
-    assert script("audit").main(["--draws", "600", "--only", "planted bug", "--out", str(tmp_path)]) == 0
+    small = ["--draws", "600", "--runs", "1", "--turns", "1"]
+    assert script("audit").main([*small, "--only", "planted bug", "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "audit.json").read_text())
     assert results["audits"]["planted bug"]["violated"] is True
-    assert "| planted bug | gaussian | training | 8.078 |" in (tmp_path / "audit.md").read_text()
+    page = (tmp_path / "audit.md").read_text()
+    assert "| planted bug | gaussian | training | 8.078 |" in page
+    assert "| 8 bands, cyclic_poisson | columns of C half as long | 1 | 1.993 | " in page
     assert (tmp_path / "audit.png").read_bytes().startswith(b"\x89PNG")
     assert "VIOLATED" in capsys.readouterr().out
 
