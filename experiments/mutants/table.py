@@ -39,6 +39,11 @@ LOADING, CUTTING = "ghostclip/self_check/loading.py", "ghostclip/clipper/cutting
 CHECKING = "ghostclip/self_check/checking.py"
 COLLATED, KEPT_STATE = ("tests/engine/test_collated.py",), ("tests/engine/test_kept_state.py",)
 JOURNAL, RECORDS = "ghostclip/ledger/journal.py", "ghostclip/ledger/records.py"
+AUDITS_BY_TURNS = (
+    "tests/privacy/test_audit.py::test_scores_by_turns_are_log_likelihood_ratios_of_what_is_released",
+    "tests/privacy/test_audit.py::test_canaries_of_a_training_by_turns_show_along_the_columns_of_their_turns",
+    "tests/privacy/test_audit.py::test_one_run_by_turns_is_held_against_the_engine_s_epsilon_and_finds_a_bug",
+)
 LEDGER = ("tests/privacy/test_ledger.py", "tests/privacy/test_ledger_damage.py")
 CHECKPOINT = ("tests/privacy/test_engine_checkpoint.py", "tests/privacy/test_checkpoint_spending.py")
 
@@ -3585,21 +3590,21 @@ CHOSEN_PRIVATELY = [
         "ghostclip/audit/one_run.py",
         "seen = matrix.T @ (matrix @ released)",
         "seen = matrix @ (matrix @ released)",
-        ("tests/privacy/test_audit.py",),
+        AUDITS_BY_TURNS,
     ),
     Mutant(
         "an audit takes each canary for one of the group after its own",
         "ghostclip/audit/one_run.py",
         "% training.separation == groups",
         "% training.separation == (groups + 1) % training.separation",
-        ("tests/privacy/test_audit.py",),
+        AUDITS_BY_TURNS,
     ),
     Mutant(
         "an audit claims the turns of independent noise where more bands than batches share rows",
         "ghostclip/audit/training.py",
         "if cyclic and self.correlation is not None:",
         "if False:",
-        ("tests/privacy/test_audit.py",),
+        AUDITS_BY_TURNS,
     ),
     Mutant(
         "the closed form adds up noise in place of its inverse squares",

@@ -25,7 +25,7 @@ from ghostclip.audit.training import LossFunction, Training, endless
 from ghostclip.audit.trials import log_ratios
 from ghostclip.clipping import as_policy
 
-__all__ = ["OneRun", "one_run"]
+__all__ = ["OneRun", "one_run", "scores"]
 
 PULL = 100.0  # how many times the clipping bound a canary's gradient is
 REHEARSALS = 5
