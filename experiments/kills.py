@@ -40,11 +40,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from ghostclip import PrivacyEngine
+from ghostclip import PrivacyEngine, checkpoint, select
 from ghostclip.bench.machine import describe, in_words
 from ghostclip.checkpoint import folder
 from ghostclip.ledger import Ledger, files
 from ghostclip.noise import BandedToeplitz
+from ghostclip.selection.kept import folder_of
 
 BLOCK, STEPS, SAVE_EVERY = 5, 60, 4
 BANDS = 4  # of the runs with correlated noise
@@ -77,6 +78,17 @@ POINTS = (
     "after a folder is renamed",
 )
 RANDOM = "at a random moment"
+# Of a search for the best of several runs, which has no steps of its own.
+SEARCH_POINTS = (
+    *(point for point in POINTS if "torn" not in point and "step" not in point and "returned" not in point
+      and "noise" not in point and "update" not in point),
+    "in a run of a search",
+    "at the score of a run",
+)  # fmt: skip
+
+SEARCHED: dict[str, Any] = {
+    "expected_runs": 4, "noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 5, "delta": 1e-5,
+}  # fmt: skip
 
 
 class Shared:
@@ -353,9 +365,82 @@ def measure(kills: int, seed: int, say: Callable[[str], None], bands: int = 1) -
     return {"kills": done, "runs": runs, "resumed_from_a_checkpoint": resumed, **settings, "points": rows}
 
 
+def search(place: Path, shared: Shared, trap: Trap, most: int) -> None:
+    """A search for the best of a few runs, or what is left of it; each run notes whose it is before it begins."""
+    set_traps(trap)
+    kept = folder_of(Ledger(place / "run.ledger"))
+
+    def train(setting: int) -> int:
+        runs = checkpoint.load(kept).private["runs"]
+        with (place / "begun.txt").open("a") as file:
+            file.write(f"{runs['name']} {','.join(map(str, runs['settings']))}\n")
+        trap.reached("in a run of a search")
+        return setting
+
+    def score(result: int) -> float:
+        trap.reached("at the score of a run")
+        return float(result)
+
+    select(train, range(3), **SEARCHED, score=score, ledger=place / "run.ledger")
+    shared["progress"] += 1
+
+
+def one_search(place: Path, plan: Sequence[str], added: dict[str, list[int]], draw: random.Random) -> None:
+    """Attempts at searches, killed as planned, then one that isn't.
+
+    Raises:
+        Broken: runs of a search began that isn't charged, or of one whose number of runs was drawn again; or more were
+            charged than began, but for one that was killed before its first run, or drew none.
+    """
+    shared, most = Shared(), 0
+    for what in [*plan, None]:
+        wait = draw.uniform(0, LONGEST_WAIT) if what == RANDOM else None
+        trap = Trap(what, draw.choice((1, 1, 2, 3))) if what else Trap("", 0)
+        ended = shared["progress"]
+        status = forked(place, shared, trap, 0, wait, search)
+        check_ended(place, shared, status, 0)
+        begun = (place / "begun.txt").read_text().split("\n")[:-1] if (place / "begun.txt").exists() else []
+        names, draws = {line.split(" ")[0] for line in begun}, set(begun)
+        charged = spent_in(place)
+        most += shared["progress"] == ended  # a search that was killed may have ended all but for its return
+        if len(draws) != len(names) or not len(names) <= charged <= shared["progress"] + most + 1:
+            raise Broken(f"after an attempt that was killed {what}: {charged} searches charged, begun: {begun}")
+        if what and status == -signal.SIGKILL:
+            added[what].append(charged - len(names))
+    if not shared["progress"]:
+        raise Broken("no search ended")
+
+
+def measure_searches(kills: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Searches until there were so many kills."""
+    draw, runs, done = random.Random(seed), 0, 0
+    added: dict[str, list[int]] = {what: [] for what in (*SEARCH_POINTS, RANDOM)}
+    with tempfile.TemporaryDirectory() as place:  # after which a fork finds everything loaded
+        select(int, [1], **SEARCHED, score=float, ledger=Path(place) / "run.ledger")
+    while done < kills:
+        plan = [*draw.choices(SEARCH_POINTS, k=ATTEMPTS // 2), *[RANDOM] * (ATTEMPTS // 4)]
+        draw.shuffle(plan)
+        with tempfile.TemporaryDirectory() as place:
+            one_search(Path(place), plan, added, draw)
+        runs, done = runs + 1, sum(map(len, added.values()))
+    say(f"{done} kills of searches in {runs} runs")
+    rows = {what: {"kills": len(found), "most_added": max(found)} for what, found in added.items() if found}
+    return {"kills": done, "runs": runs, "points": rows}
+
+
 def markdown(results: dict[str, Any]) -> str:
     """The results as tables."""
-    parts = [*_table(results), *(_table(results["correlated"]))]
+    found = results["searches"]
+    searches = [
+        f"Searches (`ghostclip.select`): {found['kills']} kills in {found['runs']} ledgers. After every one the ledger "
+        "counted each search of which a run had begun, and the number of its runs was not drawn again.",
+        "",
+        "| killed | times | searches charged beyond those of which a run had begun, most |",
+        "| --- | --- | --- |",
+        *(f"| {what} | {row['kills']} | {row['most_added']} |" for what, row in found["points"].items()),
+        "",
+    ]
+    parts = [*_table(results), *(_table(results["correlated"])), *searches]
     return "\n".join([*parts, f"Machine: {in_words(results['machine'])}.", ""])
 
 
@@ -387,6 +472,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say = partial(print, file=sys.stderr)
         results = measure(options.kills, options.seed, say)
         results["correlated"] = measure(options.kills // 2, options.seed, say, BANDS)
+        results["searches"] = measure_searches(options.kills // 2, options.seed, say)
     except Broken as broken:
         print(broken, file=sys.stderr)
         return 1

@@ -105,7 +105,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(arguments: argparse.Namespace, examples: int) -> tuple[PlannedRun, list[dict[str, float]]]:
+def _planned(arguments: argparse.Namespace, examples: int) -> tuple[PlannedRun, list[dict[str, Any]]]:
     """A run, calibrated once, and the candidates for its learning rate and clipping norm.
 
     Raises:
@@ -130,7 +130,10 @@ def _planned(arguments: argparse.Namespace, examples: int) -> tuple[PlannedRun, 
                               arguments.max_norms or [arguments.max_norm]):  # fmt: skip
         one = argparse.Namespace(**fixed | {"learning_rate": rate, "max_norm": norm})
         settings = next(runs_of(one, examples)).settings
-        candidates.append({"learning_rate": settings.learning_rate, "max_norm": settings.max_norm})
+        # With the model, by which an interrupted search of another one is told from this.
+        candidates.append(
+            {"model": settings.model, "learning_rate": settings.learning_rate, "max_norm": settings.max_norm}
+        )
     return plan, candidates
 
 
@@ -139,7 +142,8 @@ def _print(found: dict[str, Any]) -> None:
     if found["settings"] is None:
         print(f"no run was drawn; the search spends epsilon {found['epsilon']:.4g} at delta {found['delta']:g}")
         return
-    chosen = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in found["settings"].items())
+    settings = {name: value for name, value in found["settings"].items() if name != "model"}
+    chosen = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in settings.items())
     print(f"best run: {chosen}; {found['accuracy']:.1%} of the test examples")
     print(found["guarantee"])
     one, added_up, runs = found["epsilon_of_one_run"], found["epsilon_added_up"], f"{found['expected_runs']:g} runs"

@@ -19,7 +19,7 @@ from ghostclip.clipper.gradient_guard import with_hook
 from ghostclip.clipper.random_states import drawing_from, random_states
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.clipper.trial import without_trace
-from ghostclip.compiled.region import Region, trace
+from ghostclip.compiled.region import Blindfold, Region, trace
 from ghostclip.compiled.signature import CompileRequest, ModelState, capacity_for, function_key, pad, settings_of
 from ghostclip.compiled.trace_friendly import Clipped, learn, trace_friendly
 from ghostclip.compiled.trial import TRIALS, Trial, difference, timed, with_other_masks
@@ -39,7 +39,7 @@ ENOUGH = 3
 MOST_KEYS = 256
 # After so many batches in a row to which a graph gave no result, it is made anew.
 MOST_WITHOUT_RESULT = 4
-# Of so many batches one isn't run by a graph.
+# Of so many batches one runs eagerly, too.
 MEASURED = 64
 # After so many batches in a row of which no graph could be made, none is tried of other batches either.
 MOST_FAILURES = 2
@@ -133,8 +133,10 @@ class CompiledClip:
         """
         asked = self.ask(loss_fn, batch)
         plan = None if asked is None else self._plans.get(asked.key)
-        if asked is None or self.passes.must_measure or (plan is not None and self._is_due(plan)):
+        if asked is None or self.passes.must_measure:
             return self.eager(loss_fn, batch)
+        if plan is not None and self._is_due(plan):
+            return self._try(plan, loss_fn, batch, asked, Trial())
         if plan is None:
             result = self.eager(loss_fn, batch)
             # The forward may have made something that the model keeps.
@@ -146,7 +148,7 @@ class CompiledClip:
         if plan.region is None:
             return self.eager(loss_fn, batch)
         if plan.trial.left:
-            return self._try(plan, loss_fn, batch, asked)
+            return self._try(plan, loss_fn, batch, asked, plan.trial)
         found = plan.run(asked, self.keep_rows(asked))
         plan.runs_without_result = 0 if found is not None else plan.runs_without_result + 1
         if plan.runs_without_result == MOST_WITHOUT_RESULT:
@@ -166,7 +168,7 @@ class CompiledClip:
         )
 
     def _is_due(self, plan: GraphPlan) -> bool:
-        """Whether a batch runs eagerly, for ownership to be measured, which no graph does."""
+        """Whether a batch runs eagerly, too, for ownership to be measured, which no graph does, and sums compared."""
         plan.batches += 1
         self.passes.must_measure = plan.batches % MEASURED == 0
         return self.passes.must_measure
@@ -286,13 +288,14 @@ class CompiledClip:
         plan = GraphPlan([*asked.kept, *self.state.objects], held)
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-            losses = loss_fn(self.model, tree_unflatten(list(inputs[len(held) : -1]), asked.structure))
+            with Blindfold():
+                losses = loss_fn(self.model, tree_unflatten(list(inputs[len(held) : -1]), asked.structure))
             fine, result = trace_friendly(self.passes, losses, inputs[-1])
             vectors, plan.structure = tree_flatten((result.losses, result.norms, result.weights))
             plan.present = [total is not None for total in result.sums]
             return tuple(output.detach() for output in (fine, *vectors, *result.sums) if output is not None)
 
-        others = [*held, *(leaf.roll(1, 0) for leaf in asked.leaves), keep]
+        others = [*held, *(leaf[-1:].expand_as(leaf).contiguous() for leaf in asked.leaves), keep]
         inputs = [*held, *asked.leaves, keep]
         what = f"a step for {len(keep)} rows"
         with slow_work(f"compiling {what}", "compiling %s; this takes seconds, or minutes for large models", what):
@@ -301,26 +304,30 @@ class CompiledClip:
         log.info("compiled %s in %.1f s", what, plan.region.seconds)
         return plan
 
-    def _try(self, plan: GraphPlan, loss_fn: LossFunction, batch: Any, asked: CompileRequest) -> Clipped:
+    def _try(self, plan: GraphPlan, loss_fn: LossFunction, batch: Any, asked: CompileRequest, trial: Trial) -> Clipped:
         """Both ways on one batch from the same random numbers: compares their results, and their times."""
-        reason = self._try_other_masks(plan, loss_fn, asked) if plan.trial.left == TRIALS else None
-        expected, differs = self._compare(plan, loss_fn, batch, asked, plan.trial)
+        if plan.region is None:
+            return self.eager(loss_fn, batch)
+        begins = plan.trial.left == TRIALS
+        reason = self._try_others(plan, loss_fn, asked) if begins else None
+        expected, differs = self._compare(plan, loss_fn, batch, asked, trial)
         reason = reason or differs
         if reason is not None:
             plan.region = None
             self.refuse(reason)
         return expected
 
-    def _try_other_masks(self, plan: GraphPlan, loss_fn: LossFunction, asked: CompileRequest) -> str | None:
-        """Both ways on the batch with masks that nobody made; says why the graph is refused.
+    def _try_others(self, plan: GraphPlan, loss_fn: LossFunction, asked: CompileRequest) -> str | None:
+        """Both ways on whole batches that nobody made: the rows of padding as examples, and with other masks.
 
-        Where the model can't take such a mask, nothing is said: the batch's own mask is compared in any case.
+        Says why the graph is refused. Where the model can't take such a mask, nothing is said: the batch's own mask is
+        compared in any case.
         """
         with without_trace(self.model), suppress(Exception):
-            for leaves in with_other_masks(asked.leaves):
+            for leaves in (asked.leaves, *with_other_masks(asked.leaves)):
                 other = replace(asked, leaves=leaves, examples=len(leaves[0]))
-                masked = tree_unflatten(leaves, asked.structure)
-                if (reason := self._compare(plan, loss_fn, masked, other, Trial())[1]) is not None:
+                made = tree_unflatten(leaves, asked.structure)
+                if (reason := self._compare(plan, loss_fn, made, other, Trial())[1]) is not None:
                     return reason
         return None
 

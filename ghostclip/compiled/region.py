@@ -17,13 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.precision import full_precision
 
-__all__ = ["Region", "trace"]
+__all__ = ["Blindfold", "Region", "trace"]
 
 log = logging.getLogger("ghostclip")
+
+# By which a forward gets numbers out of a tensor that the tracer doesn't see. Those of `item` and `bool` it does.
+LOOKS = {
+    Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__repr__, Tensor.__format__,
+    Tensor.storage,
+}  # fmt: skip
+LOOKS_AT_VALUES = "the forward or the loss looks at values of its tensors"
 
 
 class Region:
@@ -99,19 +107,20 @@ def trace(step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], oth
     Args:
         step: returns tensors.
         inputs: what it is traced with.
-        other: the same with other data. A tensor that is no input (a loss's class weights, a table in the code) must be
-            the same both times: otherwise it is computed from data in a way that can't be written down.
+        other: the same with data of which all statistics differ. Numbers, and tensors that are no input (a loss's
+            class weights, a table in the code), must be the same both times: otherwise they are computed from data in a
+            way that can't be written down.
 
     Raises:
         UnsupportedModelError: something in it depends on the data's values, or is computed behind the tracer's back.
     """
     graph, again = _written_down(step, inputs), _written_down(step, other)
     constants, others = _constants(graph), _constants(again)
-    changing = len(constants) != len(others) or any(
+    changing = graph.code != again.code or any(
         one is not two and not _equal(one, two) for one, two in zip(constants, others, strict=True)
     )
     if changing:
-        raise UnsupportedModelError("it computes with tensors in a way that torch's dispatcher doesn't see")
+        raise UnsupportedModelError("it computes with values of tensors in a way that torch's dispatcher doesn't see")
     for node in graph.graph.nodes:
         # Inductor's memory formats are its own: where it was a view here, it may take a copy there.
         if node.target is torch.ops.aten.view.default:
@@ -128,8 +137,17 @@ def _written_down(step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tens
         return make_fx(step)(*inputs)
     except RuntimeError as error:
         if "trying to get value out of a tracing tensor" in str(error):
-            raise UnsupportedModelError("the forward or the loss looks at values of its tensors") from error
+            raise UnsupportedModelError(LOOKS_AT_VALUES) from error
         raise
+
+
+class Blindfold(TorchFunctionMode):
+    """Inside, a forward that looks at a tensor's values raises: a graph would have them built in for good."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in LOOKS:
+            raise UnsupportedModelError(LOOKS_AT_VALUES)
+        return func(*args, **(kwargs or {}))
 
 
 def _constants(graph: GraphModule) -> list[Any]:

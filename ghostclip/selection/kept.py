@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -65,12 +68,14 @@ class KeptRuns:
     Args:
         folder: to write.
         event: what the search is charged as.
-        candidates: how many there are.
+        candidates: the settings, told from others by what they print as.
     """
 
-    def __init__(self, folder: Path, event: Selection, candidates: int) -> None:
+    def __init__(self, folder: Path, event: Selection, candidates: Sequence[Any]) -> None:
         self._folder = folder
-        self._search = {"event": encoded(event), "candidates": candidates}
+        printed = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(list(candidates)))
+        digest = hashlib.sha256(printed.encode()).hexdigest()
+        self._search = {"event": encoded(event), "candidates": len(candidates), "digest": digest}
         self._remarked = False
 
     def begin(self, draw: Callable[[], list[int]]) -> Runs:
@@ -108,9 +113,13 @@ class KeptRuns:
             self._remarked = True
 
     def end(self) -> None:
-        """Removes the folder; the older copy first, so that no crash brings it back."""
+        """Removes the folder: at once, by another name, so that no crash leaves a part of it, or brings it back."""
         shutil.rmtree(checkpoint.previous_of(self._folder), ignore_errors=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        ended = self._folder.with_name(f"{self._folder.name}.ended")
+        shutil.rmtree(ended, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            self._folder.rename(ended)
+        shutil.rmtree(ended, ignore_errors=True)
 
     def _save(self, runs: Runs) -> None:
         state = {field.name: getattr(runs, field.name) for field in fields(Runs)}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
-from contextlib import closing
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ghostclip import accounting
+from ghostclip.errors import LedgerError
 from ghostclip.events import Event, SampledGaussian, Selection
 from ghostclip.ledger import Ledger
 from ghostclip.selection.draws import draw_runs, draw_settings
@@ -19,6 +22,9 @@ from ghostclip.selection.scores import NoisyScore
 from ghostclip.validate import open_fraction, positive, positive_int
 
 __all__ = ["Best", "select"]
+
+# The folders of searches that take place in this process.
+_going_on, _lock = set[Path](), threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ def select(
 
     Raises:
         ValueError, TypeError: an argument is out of range.
-        LedgerError: the ledger is in use or damaged.
+        LedgerError: the ledger is in use, also for another search in this process, or damaged.
         PrivacyError: the unfinished search beside the ledger is of other arguments.
     """
     candidates = _checked(train, candidates, score)
@@ -115,8 +121,9 @@ def select(
         charged: list[Event] = [event]
     else:
         book = Ledger(ledger.path if isinstance(ledger, Ledger) else ledger, block=1)
-        kept = KeptRuns(folder_of(book), event, len(candidates))
-        with closing(book.account()):  # which keeps other processes from the ledger and its search
+        kept = KeptRuns(folder_of(book), event, candidates)
+        # Other processes are kept from the ledger and its search by the account, other threads by the folder.
+        with _alone_in(folder_of(book)), closing(book.account()):
             accounting.epsilon_of([*book.events, event], delta=delta)  # raises where they don't add up
             runs = kept.begin(draw)
             _charge(book, runs.name, event)
@@ -126,6 +133,24 @@ def select(
     if runs.best is None:
         return None
     return Best(candidates[runs.best], runs.result, runs.score, delta, tuple(charged), event)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Inside, no other thread may begin or go on with the search there: it would take this one's runs and charge."""
+    folder = folder.resolve()
+    with _lock:
+        if folder in _going_on:
+            raise LedgerError(
+                f"a search that is charged to {str(folder).removesuffix('.search')} is going on in another thread of "
+                "this process; wait for its end, or give this one another ledger"
+            )
+        _going_on.add(folder)
+    try:
+        yield
+    finally:
+        with _lock:
+            _going_on.discard(folder)
 
 
 def _checked(train: Any, candidates: Any, score: Any) -> list[Any]:

@@ -1,12 +1,15 @@
 """Compiled steps: every case as a graph, one graph for all batch sizes, the same training, refusals that say why."""
 
+import ctypes
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from cases import CASES
 from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, truth, typical_norm
-from graphs import interpret
+from graphs import Interpreted, interpret
 from scipy.stats import binom
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +28,11 @@ def interpreted(monkeypatch):
 
 def losses_of(model, batch):
     return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def second_label(labels):
+    """Read behind torch's back."""
+    return ctypes.c_int64.from_address(labels.data_ptr() + 8).value
 
 
 def classifier(dropout=0.0):
@@ -166,10 +174,12 @@ def test_a_loss_that_depends_on_something_else_is_found_out():
     ("loss_fn", "reason"),
     [
         (lambda m, b: losses_of(m, b) * (2 if b[0].sum() > 0 else 1), "looks at values"),
-        (
-            lambda m, b: losses_of(m, b) * torch.from_numpy(b[0].detach().numpy().copy()).sum(1),
-            "dispatcher doesn't see",
-        ),
+        (lambda m, b: losses_of(m, b) * torch.from_numpy(b[0].detach().numpy().copy()).sum(1), "looks at values"),
+        (lambda m, b: losses_of(m, b) * max(b[1].tolist()), "looks at values"),
+        (lambda m, b: losses_of(m, b) * np.asarray(b[1]).max(), "looks at values"),
+        (lambda m, b: losses_of(m, b) * len(str(b[0])), "looks at values"),
+        (lambda m, b: losses_of(m, b) * (1 + second_label(b[1])), "dispatcher doesn't see"),
+        (lambda m, b: losses_of(m, b) * torch.tensor(1.0 + second_label(b[1])), "dispatcher doesn't see"),
     ],
 )
 def test_what_can_not_be_written_down_is_refused(loss_fn, reason):
@@ -220,7 +230,7 @@ def test_what_runs_eagerly_says_why():
 @pytest.mark.usefixtures("interpreted")
 def test_a_step_that_eager_does_faster_is_left_to_it(monkeypatch):
     # No time is taken: a clock of our own says that each graph took 2 seconds and each eager step 1.
-    readings = iter([0.0, 2.0, 2.0, 3.0] * compiling.TRIALS)
+    readings = itertools.cycle([0.0, 2.0, 2.0, 3.0])
     monkeypatch.setattr(trial, "clock", lambda: next(readings))
     clipper = ghostclip.GhostClipper(classifier(), 1.0, compile=True)
     for _ in range(7):
@@ -283,6 +293,29 @@ def test_a_trial_draws_no_random_numbers_that_eager_training_would_not():
         states.append(torch.random.get_rng_state())
         assert clipper.compiled is None or clipper.compiled.refusals == []
     assert torch.equal(*states)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_graph_of_a_model_with_dropout_is_compared_though_its_batches_are_padded(monkeypatch):
+    monkeypatch.setattr(Interpreted, "__call__", lambda self, *inputs: [2 * each for each in self.graph(*inputs)])
+    clipper = ghostclip.GhostClipper(classifier(dropout=0.5), 1.0)
+    clipper.compile(expected=32)
+    for seed in range(3):
+        clipper.clip(losses_of, batch_of(30, seed=seed))
+    assert "differ from eager's" in clipper.compiled.refusals[0]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_graph_is_compared_again_as_long_as_it_is_used(monkeypatch):
+    monkeypatch.setattr(compiling, "MEASURED", 16)
+    clipper = ghostclip.GhostClipper(classifier(), 1.0, compile=True)
+    for seed in range(12):
+        clipper.clip(losses_of, batch_of(8, seed=seed))
+    assert clipper.compiled.refusals == []
+    monkeypatch.setattr(Interpreted, "__call__", lambda self, *inputs: [2 * each for each in self.graph(*inputs)])
+    for seed in range(16):
+        clipper.clip(losses_of, batch_of(8, seed=seed))
+    assert "differ from eager's" in clipper.compiled.refusals[0]
 
 
 @pytest.mark.slow

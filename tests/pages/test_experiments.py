@@ -10,6 +10,7 @@ from scripts import ROOT, ran, script
 from ghostclip.engine.budget import Spending
 from ghostclip.native import library
 from ghostclip.noise import BandedToeplitz
+from ghostclip.selection.kept import KeptRuns, Runs
 
 needs_compiler = pytest.mark.skipif(library("gram") is None, reason="no C compiler here")
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -91,7 +92,19 @@ def test_kills_leave_no_release_uncharged(tmp_path):
     assert results["resumed_from_a_checkpoint"] > 0
     assert all(0 <= row["least_added"] <= row["most_added"] <= results["block"] for row in results["points"].values())
     assert results["correlated"]["kills"] >= 10
-    assert page.count("| at a random moment |") == 2
+    assert results["searches"]["kills"] >= 10
+    assert all(row["most_added"] <= 1 for row in results["searches"]["points"].values())
+    assert page.count("| at a random moment |") == 3
+
+
+@forks
+def test_kills_notice_a_search_that_draws_again(tmp_path, monkeypatch):
+    """Where runs aren't kept, an interrupted search draws others, and each draw is another search."""
+    kills = script("kills")
+    monkeypatch.setattr(KeptRuns, "begin", lambda self, draw: self._save(found := Runs("search", draw())) or found)
+    plan = ["at the score of a run"] * 12
+    with pytest.raises(kills.Broken, match="searches charged, begun"):
+        kills.one_search(tmp_path, plan, {plan[0]: []}, random.Random(1))
 
 
 @forks

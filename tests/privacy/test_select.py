@@ -2,8 +2,10 @@
 
 import math
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,21 @@ def test_a_killed_search_goes_on_with_the_same_runs(at: int, path: Path) -> None
     assert (len(rest.settings), charges(path)) == (5 - at, 1)
 
 
+def test_a_search_killed_while_its_runs_are_removed_has_ended(path: Path, five: list[float]) -> None:
+    def half(folder: Path, ignore_errors: bool) -> None:
+        if folder.exists() and "previous" not in folder.name:
+            next(folder.iterdir()).unlink()
+            os._exit(3)
+
+    def killed() -> None:
+        shutil.rmtree = half  # type: ignore[assignment]
+        Trainings().select(path)
+
+    assert in_child(killed) == 3
+    assert Trainings().select(path) is not None
+    assert charges(path) == 2
+
+
 def test_a_search_that_could_not_be_charged_runs_nothing_and_is_not_drawn_again(
     path: Path, five: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +208,37 @@ def test_an_unfinished_search_of_other_arguments_is_refused(path: Path) -> None:
         with pytest.raises(PrivacyError, match="unfinished search with other arguments"):
             Trainings().select(path, **changes)
     assert charges(path) == 1
+
+
+def test_an_unfinished_search_among_other_candidates_is_refused(path: Path, five: list[float]) -> None:
+    """As many, but others: old results would get new settings. What prints by its address is the same again."""
+    runs, options = Trainings(fail_at=1), {**SETTING, "expected_runs": 4}
+    with pytest.raises(KeyboardInterrupt):
+        ghostclip.select(runs.train, [Trainings(), 1.0], score=runs.score, ledger=path, **options)
+    with pytest.raises(PrivacyError, match="unfinished search with other arguments"):
+        ghostclip.select(runs.train, [Trainings(), 2.0], score=runs.score, ledger=path, **options)
+    best = ghostclip.select(runs.train, [Trainings(), 1.0], score=runs.score, ledger=path, **options)
+    assert best is not None
+    assert len(runs.settings) == 5
+
+
+def test_a_second_search_at_once_on_one_ledger_is_refused(path: Path, five: list[float]) -> None:
+    """It would find the first one's runs and charge, and release another best one."""
+    outer, inner = Trainings(), Trainings()
+
+    def second() -> None:
+        with pytest.raises(LedgerError, match="is going on in another thread"):
+            inner.select(path)
+
+    def in_another_thread() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(second).result()
+
+    outer.before = in_another_thread
+    assert outer.select(path) is not None
+    assert (inner.settings, charges(path)) == ([], 1)
+    assert inner.select(path) is not None
+    assert charges(path) == 2
 
 
 def test_no_run_is_an_outcome_and_is_charged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
