@@ -154,10 +154,13 @@ def test_a_killed_search_goes_on_with_the_same_runs(at: int, path: Path) -> None
 
 
 def test_a_search_killed_while_its_runs_are_removed_has_ended(path: Path, five: list[float]) -> None:
+    remove = shutil.rmtree
+
     def half(folder: Path, ignore_errors: bool) -> None:
         if folder.exists() and "previous" not in folder.name:
             next(folder.iterdir()).unlink()
             os._exit(3)
+        remove(folder, ignore_errors=ignore_errors)
 
     def killed() -> None:
         shutil.rmtree = half  # type: ignore[assignment]
