@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -19,6 +21,8 @@ TRYING = ContextVar("trying", default=False)
 # Every module has dictionaries of these, to which a forward may add some: buffers, submodules, hooks. Parameters aren't
 # looked at: FSDP2 exchanges them.
 TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name != "_parameters"]
+# In which a module may keep something beside them.
+HELD = (list, dict, set, deque)
 
 
 def is_trial() -> bool:
@@ -48,8 +52,8 @@ def trying() -> Iterator[None]:
 def without_trace(model: nn.Module) -> Iterator[None]:
     """Inside, forwards of a model are trials, and graphs are recorded.
 
-    Afterwards random states, modes, buffers, attributes and hooks are as they were. What a forward keeps in a list or
-    a dict of its own stays.
+    Afterwards random states, modes, buffers, attributes, what is in lists, dicts and sets of modules, and hooks are as
+    they were.
     """
     owned = [vars(module) for module in model.modules()]
     tables = [*owned, *(own[name] for own in owned for name in TABLES if isinstance(own.get(name), dict))]
@@ -57,6 +61,8 @@ def without_trace(model: nn.Module) -> Iterator[None]:
     attributes = [tensor_in(value) for own in owned for value in own.values()]
     tensors = [*model.buffers(), *(each for each in attributes if each is not None and not each.requires_grad)]
     values = [tensor.clone() for tensor in tensors]
+    containers = [each for own in owned for name, each in own.items() if name not in TABLES and type(each) in HELD]
+    contents = [each.copy() for each in containers]
     with trying(), drawing_from(random_states()), torch.enable_grad():
         try:
             yield
@@ -65,12 +71,25 @@ def without_trace(model: nn.Module) -> Iterator[None]:
                 _put_back_entries(table, before)
             for tensor, value in zip(tensors, values, strict=True):
                 _put_back_values(tensor, value)
+            for container, content in zip(containers, contents, strict=True):
+                _put_back_contents(container, content)
 
 
 def _put_back_entries(table: dict[str, Any], before: dict[str, Any]) -> None:
     if len(table) != len(before) or any(table.get(name, table) is not value for name, value in before.items()):
         table.clear()
         table.update(before)
+
+
+def _put_back_contents(container: Any, content: Any) -> None:
+    if isinstance(container, dict):
+        _put_back_entries(container, content)
+    elif len(container) != len(content) or not all(map(operator.is_, container, content)):
+        container.clear()
+        if isinstance(container, set):
+            container.update(content)
+        else:
+            container.extend(content)
 
 
 @torch.no_grad()

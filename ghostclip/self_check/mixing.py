@@ -94,8 +94,8 @@ class MixingTest:
             return None
         names = unlike(once.left, after.left, "attribute")
         if trial.differ(once.losses, after.losses):
-            names += [name for kind, name in trial.changed if kind == "attribute"]
-            return "attribute", [*names, "a list, dict or number"][0]
+            names += [name for kind, name in trial.changed if kind in ("attribute", "object")]
+            return "attribute", names[0]
         if names:
             self._say(
                 f"the attribute {names[0]!r} keeps something of the examples, which no loss depends on so far: it is "
@@ -232,7 +232,10 @@ class MixingTest:
         for toss in range(1 + TOSSES):
             if toss and self._dice.random() < 0.5:
                 if trial.differ(trial.run(trial.every).losses, trial.first.losses):
-                    self._say("the same rows have other losses when they are tried again")
+                    self._say(
+                        "the same rows have other losses when they are tried again: if a loss keeps anything of "
+                        "earlier batches, epsilon doesn't hold; take that out, and let random numbers be torch's"
+                    )
                     return False
             elif not test(trial):
                 return False

@@ -1,5 +1,6 @@
 """What a forward keeps of its examples, in buffers, attributes or frozen parameters, is refused however it is kept."""
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import ghostclip
 from ghostclip import PrivacyEngine, UnsupportedModelError
+from ghostclip.clipper import trial
 
 WIDTH = 4
 
@@ -76,6 +78,28 @@ class AtFirst(nn.Module):
         return x - self.mean
 
 
+class InContainer(nn.Module):
+    """Takes off the mean of the first batch, or of all so far, which it keeps in a list, dict, set or deque."""
+
+    def __init__(self, container, used):
+        super().__init__()
+        self.means, self.used = container, used
+
+    def forward(self, x):
+        mean = x.detach().mean(0)
+        if isinstance(self.means, dict):
+            self.means[len(self.means)] = mean
+        elif isinstance(self.means, set):
+            self.means.add(mean)
+        else:
+            self.means.append(mean)
+        kept = [*(self.means.values() if isinstance(self.means, dict) else self.means)]
+        return x - torch.stack(kept[self.used]).mean(0)
+
+
+FIRST, ALL = slice(0, 1), slice(None)
+
+
 def through_data(module, codes):
     module.codes.data.copy_(codes)
 
@@ -128,6 +152,11 @@ KEEPING: dict[str, Callable[[], nn.Module]] = {
     "the last batch": lambda: Kept(bank(1)),
     "the first batch": lambda: Kept(lambda kept, x: x if kept is None else kept, None),
     "a buffer registered in the first forward": AtFirst,
+    "the first batch in a list": lambda: InContainer([], FIRST),
+    "all batches in a list": lambda: InContainer([], ALL),
+    "the first batch in a dict": lambda: InContainer({}, FIRST),
+    "all batches in a set": lambda: InContainer(set(), ALL),
+    "the last two batches": lambda: InContainer(deque(maxlen=2), ALL),
     "a buffer of a module that draws": lambda: Kept(
         lambda kept, x: 0.9 * kept + 0.1 * x.mean(0), torch.zeros(1, WIDTH), registered=True, drawing=True
     ),
@@ -157,6 +186,16 @@ def test_a_codebook_that_follows_private_embeddings_is_refused(write, kind):
     with pytest.raises(UnsupportedModelError, match=said):
         steps(model)
     assert torch.equal(torch.as_tensor(model[1].codes), before)  # nor did trying leave anything in it
+
+
+@pytest.mark.parametrize("container", [[0], {0: 0}, {0}, deque([0])], ids=repr)
+def test_what_lists_and_the_like_of_a_model_have_in_them_is_as_before_a_trial(container):
+    before = container.copy()
+    layer = InContainer(container, ALL)
+    with trial.without_trace(layer), pytest.raises(TypeError, match="expected Tensor"):
+        layer(torch.randn(2, 3))
+    assert layer.means is container
+    assert container == before
 
 
 @pytest.mark.parametrize("name", KEEPING)
