@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-wheel lint mutants fuzz bench experiments papers notebooks matrix docs gpu-check clean
+.PHONY: help install demo test test-all test-wheel test-trl lint mutants fuzz bench experiments papers notebooks matrix docs gpu-check clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -35,6 +35,10 @@ test-all: install  ## the test suite with the long checks
 
 test-wheel: install  ## build the wheel, test it where no C compiler is, and time its kernels beside none and those compiled here
 	$(BIN)/python experiments/wheel.py
+
+test-trl: install  ## the tests of TRL's trainers with the oldest TRL of the range, 1.0
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps --upgrade --target $(VENV)/oldest-trl "trl==1.0.0"
+	PYTHONPATH=$(VENV)/oldest-trl $(BIN)/python -m pytest tests/integrations/test_trl.py tests/integrations/test_trl_refusals.py
 
 lint: install  ## ruff and mypy
 	$(BIN)/ruff check .
