@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import GhostClipper, models
 from ghostclip.accounting import ACCOUNTANTS, FALSE_POSITIVE_RATES, Risk, epsilon_of
+from ghostclip.cli.arguments import UsageError
 from ghostclip.cli.methods import METHODS, Ghost, Settings, Steps, cross_entropy
 from ghostclip.cli.predictions import EVALUATION_BATCH, accuracy
 from ghostclip.cli.progress import bar
@@ -60,6 +61,11 @@ class History:
         compilation_seconds: that the steps waited for the C compiler; not among ``seconds``.
         accuracies: on the test examples after each epoch; NaN where it was not computed.
         epsilons: {accountant: epsilon at each mark so far}.
+        options: {option: value} of the command, which a run that goes on must have again: its optimizer is restored,
+            and its first weights were drawn.
+
+    Raises:
+        UsageError: from `load_state_dict`, where an option is another one than when the run was begun.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -68,13 +74,20 @@ class History:
     compilation_seconds: float = 0.0
     accuracies: list[float] = field(default_factory=list)
     epsilons: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ACCOUNTANTS})
+    options: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint, whose private part it is in."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes it back."""
+        """Takes it back; raises UsageError where the run was begun with other options."""
+        for option, value in state.get("options", {}).items():
+            if self.options.get(option) != value:
+                raise UsageError(
+                    f"--resume goes on with the run as it was begun, with {option} {value}; got "
+                    f"{self.options.get(option)}. Give {option} {value}, or start another run in another folder"
+                )
         vars(self).update(state)
 
 
@@ -143,7 +156,8 @@ def train(
     model = build(settings.model, data, settings.seed)
     # Where a run goes on, its mean was released, and is in the checkpoint.
     to_take = replace(settings, mean_noise=None) if keeping is not None and keeping.resume else settings
-    steps, seen = METHODS[settings.method](to_take, model, data.train), History()
+    options = {"--learning-rate": settings.learning_rate, "--seed": settings.seed}
+    steps, seen = METHODS[settings.method](to_take, model, data.train), History(options=options)
     private = settings.noise_multiplier is not None
     kept = keeping.kept(steps, seen) if keeping and isinstance(steps, Ghost) else nullcontext(lambda: None)
     with kept as after_step:
