@@ -289,7 +289,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         """
         self._steps.updates.check()  # also after `detach`
         found = accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
-        found += self._plan.before.words()
+        found += f"{self._plan.before.words()}{self._steps.untested_words}"
         if not self.steps_taken:
             return found
         if not self._spending.private:

@@ -186,6 +186,12 @@ class LogicalStep:
             )
         self.release.start(discarded=False)
 
+    @property
+    def untested_words(self) -> str:
+        """What a guarantee has to say of losses that came without a test; "" where they were tested."""
+        told = " It holds if no loss depends on other examples of its batch, which was not tested."
+        return told if self._self_check.untested else ""
+
     def left(self, batch: LogicalBatch) -> None:
         """A logical batch was left before its last physical one: its sums are discarded, its step will be refused."""
         if batch is self.release.batch:

@@ -60,12 +60,15 @@ class SelfCheck:
             random numbers.
         optimizer: whose first update is watched.
         wanted: False switches all of it off.
+
+    Attributes:
+        untested: whether steps were taken without any test of whether losses depend on other examples.
     """
 
     def __init__(self, clipper: GhostClipper, optimizer: Optimizer, wanted: bool = True) -> None:
         self._clipper, self._model, self._optimizer, self._wanted = clipper, clipper.model, optimizer, wanted
         self._to_compare = self._to_move = wanted
-        self._saw_examples = False
+        self._saw_examples, self.untested = False, not wanted
         # Trained parameters on which the losses didn't depend, and what warns after the first update.
         self._unused: list[str] = []
         self._warn: Callable[[], None] | None = None
@@ -193,11 +196,12 @@ class SelfCheck:
         """Says once that losses came without a loss function; not after a step with one, or `ghostclip.check`."""
         if self._wanted and not self._told:
             self._told = True
-            if self._model not in CHECKED:
+            self.untested = self._model not in CHECKED
+            if self.untested:
                 log.warning(
                     "a loop that computes its own losses has no test of whether a loss depends on other examples of "
-                    "its batch, by padding to the longest for instance: call ghostclip.check(model, loss_fn, loader) "
-                    "once before it"
+                    "its batch, by padding to the longest for instance, and epsilon holds only if none does: call "
+                    "ghostclip.check(model, loss_fn, loader) once before it"
                 )
 
     def released(self, held: Collection[nn.Parameter]) -> None:

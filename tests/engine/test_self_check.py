@@ -338,6 +338,9 @@ def test_losses_without_a_loss_function_are_said_to_be_untested(caplog: pytest.L
     by_step(tested)
     by_backward(tested)
     assert caplog.text == ""
+    untested = "It holds if no loss depends on other examples of its batch, which was not tested."
+    assert [untested in each.guarantee() for each in (engine, unchecked, checked, tested)] == [True, True, False, False]
+    assert untested in str(engine.model_card())
 
 
 def test_a_batch_that_had_its_step_is_let_go_of() -> None:
