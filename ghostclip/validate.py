@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -107,9 +109,13 @@ class RefusesNames:
 
     # Not around __init__: one frame more there would part warnings from the user's line.
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Raises TypeError for a refused name, or where arguments are missing."""
+        """Raises TypeError for a refused name, one that is nearly an argument's, or where arguments are missing."""
         for name in kwargs.keys() & cls.refused_names.keys():
             raise TypeError(f"{cls.__name__} has no argument {name}; use {cls.refused_names[name]}")
+        known = inspect.signature(cls.__init__).parameters if kwargs else {}
+        for name in () if any(each.kind is each.VAR_KEYWORD for each in known.values()) else kwargs.keys() - known:
+            if near := difflib.get_close_matches(name, known, n=1):
+                raise TypeError(f"{cls.__name__} has no argument {name}; did you mean {near[0]}?")
         if cls.without_arguments and not args and not kwargs:
             raise TypeError(f"{cls.__name__} takes a model, its optimizer and the data: {cls.without_arguments}")
         return super().__new__(cls)

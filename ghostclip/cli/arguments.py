@@ -66,7 +66,11 @@ class CommandParser(OneLineParser):
         prepare, self._prepare = self._prepare, None
         if prepare is not None:
             prepare(self)
-        return super().parse_known_args(args, namespace)
+        found, unknown = super().parse_known_args(args, namespace)
+        for option in unknown:
+            if near := difflib.get_close_matches(option.partition("=")[0], self._option_string_actions, n=1):
+                self.error(f"unrecognized argument {option}; did you mean {near[0]}?")
+        return found, unknown
 
 
 class Joined(argparse.Action):

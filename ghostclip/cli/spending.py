@@ -56,7 +56,10 @@ def run_epsilon(arguments: argparse.Namespace) -> int:
         found = {"epsilon": spent[chosen], "accountant": chosen, "epsilons": spent, **setting}
         print_json(found | ({} if bound is None else _risk_figures(bound)))
     else:
-        lines = [f"epsilon {value:.4g} ({name.upper()})" for name, value in spent.items()]
+        lines = [
+            f"epsilon {value:.4g} ({name.upper()}{', a looser bound' if value > min(spent.values()) else ''})"
+            for name, value in spent.items()
+        ]
         attacks = [] if bound is None else [f"membership attacks: {bound}"]
         print(*lines, _in_words(event, arguments.delta), *attacks, sep="\n")
     return 0

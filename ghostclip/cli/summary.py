@@ -147,7 +147,8 @@ def run_table(runs: Sequence[TrainingRun], delta: float, speeds: Mapping[str, fl
     """
     groups = grouped(runs)
     several = any(len(group.runs) > 1 for group in groups)
-    notes = [f"epsilon is by PLD at delta {delta:g}"] if any(run.epsilons for run in runs) else []
+    by = f"epsilon is an upper bound by privacy loss distributions (PLD) at delta {delta:g}"
+    notes = [by] if any(run.epsilons for run in runs) else []
     rows = []
     for group in groups:
         run, range_of = group.first, f"{min(group.accuracies):.1%} to {max(group.accuracies):.1%}"
@@ -161,6 +162,8 @@ def run_table(runs: Sequence[TrainingRun], delta: float, speeds: Mapping[str, fl
             other = run.model != groups[0].first.model
             row["step time"] = "-" if speed is None or other else f"{speeds[BASELINE] / speed:.2f}"
         rows.append(row)
+    if not several:
+        notes.append("each row is one training, and another one gives another accuracy (--seeds repeats them)")
     if speeds:
         notes.append(f"step time is over an ordinary step's of the same {batch_size} examples")
     apart = {name: sum(group.total(f"{name}_seconds") for group in groups) for name in ("calibration", "compilation")}

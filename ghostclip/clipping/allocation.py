@@ -159,8 +159,10 @@ def same_groups(kind: str, needed: set[str], given: set[str]) -> None:
     """Raises ValueError unless the groups given are those needed."""
     if needed != given:
         missing, unknown = sorted(needed - given), sorted(given - needed)
+        begins = [name for name in unknown if any(group.startswith(f"{name}.") for group in missing)]
+        hint = f"; {begins[0]}.* stands for all that begin so" if begins and kind == "thresholds" else ""
         raise ValueError(
-            f"{kind} must name each group once; missing: {missing or 'none'}, unknown: {unknown or 'none'}"
+            f"{kind} must name each group once; missing: {missing or 'none'}, unknown: {unknown or 'none'}{hint}"
         )
 
 

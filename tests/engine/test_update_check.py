@@ -243,7 +243,7 @@ def test_the_engine_of_an_inner_optimizer_names_the_outer_one(name: str) -> None
             outer.step()
             outer.zero_grad()
 
-    with pytest.raises(PrivacyError, match=f"{MOVED}.*the outermost as Lookahead"):
+    with pytest.raises(PrivacyError, match=r"outside of this engine's charged steps.*the outermost as Lookahead"):
         train()
 
 
@@ -262,7 +262,7 @@ class Constrained(nn.Module):
 
 @pytest.mark.parametrize("loop", ["by hand", "engine.step"])
 def test_a_forward_that_writes_to_a_weight_is_told_what_to_do(loop: str) -> None:
-    with pytest.raises(PrivacyError, match=r"accept_parameters.*max-norm constraint.*where a forward writes"):
+    with pytest.raises(PrivacyError, match=r"where a forward writes.*accept_parameters.*max-norm constraint"):
         LOOPS[loop](private(Constrained()))
 
 

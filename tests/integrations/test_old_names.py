@@ -35,6 +35,12 @@ def test_argument_of_the_engine(name: str) -> None:
     assert instead in inspect.signature(ghostclip.PrivacyEngine).parameters or instead.startswith("engine.epsilon(")
 
 
+@pytest.mark.parametrize(("name", "meant"), [("target_eps", "target_epsilon"), ("batchsize", "batch_size")])
+def test_an_argument_that_is_nearly_one_of_the_engine(name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"PrivacyEngine has no argument {name}; did you mean {meant}?"):
+        engine(**{name: 1.0})
+
+
 @pytest.mark.parametrize("name", ["max_grad_norm", "max_norm"])
 def test_argument_of_the_clipper(name: str) -> None:
     with pytest.raises(TypeError, match=f"GhostClipper has no argument {name}; use clipping"):
@@ -56,7 +62,7 @@ def test_engine_without_arguments() -> None:
 
 
 def test_other_names_are_python_s_own_errors() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
-        engine(batchsize=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
+        engine(foo=3)
     with pytest.raises(AttributeError, match="has no attribute 'epsilons'"):
         engine().epsilons  # type: ignore[attr-defined]  # noqa: B018

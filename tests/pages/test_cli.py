@@ -94,6 +94,7 @@ def test_calibrated_noise_keeps_the_target_as_printed(capsys):
             ["xyz"],
             "invalid choice: 'xyz'; choose from train, epsilon, calibrate, check, explain, bench, audit, tune",
         ),
+        (["train", "--modle", "mlp"], "unrecognized argument --modle; did you mean --model?"),
         (["train", "--model", "cnm"], "--model: invalid choice: 'cnm'; did you mean 'cnn'?"),
         (["epsilon"], "required: --noise-multiplier (see ghostclip epsilon --help)"),
         (["epsilon", "--noise-multiplier", "x"], "invalid float value: 'x'"),
