@@ -91,7 +91,7 @@ class UpdateCheck:
     def _changed(self, name: str) -> PrivacyError:
         return PrivacyError(
             f"the parameter {name!r} was changed outside of this engine's charged steps (by another engine or "
-            "optimizer, a clamp, a swap of weights): step with this engine's optimizer alone, which is the outermost as "
+            "optimizer, a clamp, a swap of weights): step with this engine's optimizer alone, the outermost as "
             "Lookahead, and use torch.nn.utils.parametrize where a forward writes weights; or call "
             "engine.accept_parameters() if no private data went into the change (released weights, a max-norm "
             "constraint)"
