@@ -84,7 +84,7 @@ def test_other_settings_are_refused_by_name(capsys: pytest.CaptureFixture[str], 
     assert main([*RUN, *where, "--resume", "--noise-multiplier", "2"]) == 2
     assert "noise_multiplier is 1.0 in it and 2.0 here" in capsys.readouterr().err
     done = steps_at(tmp_path / "run")
-    for option, begun, other in (("--learning-rate", " 0.5", "5"), ("--seed", " 0; got 3", "3")):
+    for option, begun, other in (("--learning-rate", " 2.5", "5"), ("--seed", " 0; got 3", "3")):
         assert main([*RUN, *where, "--resume", option, other]) == 2
         assert f"as it was begun, with {option}{begun}" in capsys.readouterr().err
     assert steps_at(tmp_path / "run") == done
