@@ -26,8 +26,8 @@ DEFAULT_EPOCHS, MAX_NORM = 30, 1.0
 # The standard deviation that one step's noise may give a weight, before momentum, and the largest useful rate.
 NOISE_PER_STEP, LARGEST_RATE = 0.002, 0.5
 ADAM_RATE = 1e-3
-# Times SGD's rate: gates and layers of sigmoids have small gradients at first. Chosen from 1, 2, 3, 5 (for the MLP 8 and
-# 12, too) on a quarter of the digits' training images, held out, at epsilon 1, 3 and 8.
+# Times SGD's rate: gates and layers of sigmoids have small gradients at first. Chosen from 1, 2, 3 and 5, for the MLP 8
+# and 12, too, on a quarter of the digits' training images, held out, at epsilon 1, 3 and 8.
 RATE_TIMES = {"mlp": 5.0, "lstm": 2.0}
 # Of networks whose last layer starts at zero, on features of unit norm.
 ADAM_RATES = {"oriented": 0.03, "oriented-linear": 0.03}
