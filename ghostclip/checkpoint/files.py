@@ -97,7 +97,14 @@ def load(path: str | os.PathLike[str]) -> Stored:
         except _Damaged as other:
             if not place.exists() and not previous_of(place).exists():
                 raise FileNotFoundError(2, "there is no checkpoint", str(place)) from None
-            raise PrivacyError(f"{error}; the one before is of no use either: {other}") from None
+            before = (
+                f"the one before is of no use either: {other}"
+                if previous_of(place).exists()
+                else "there is none before"
+            )
+            raise PrivacyError(
+                f"{error}; {before}. Put a copy of it back, or train anew with the same ledger=..., so that all steps count"
+            ) from None
         log.warning("%s; went back to the one before, %s", error, found.place)
         return found
 

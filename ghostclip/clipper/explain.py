@@ -14,8 +14,10 @@ __all__ = ["Row", "StrategyTable", "plan_of"]
 
 HEADER = ("layer", "parameter", "rule of its gradient", "shape", "norm by", "gradients kept", "why", "measured, ms")
 
-# What the names of strategies stand for.
+# What the names of strategies stand for, and the column beside them.
 LEGEND = {
+    "one formula": "what the layer was given, and the gradient of its output, give the norm at once",
+    "any": "the last batch was empty",
     "direct": "forms each example's gradient, and its norm of that",
     "gram": "forms no gradient: a norm is a sum over pairs of positions",
     "half gram": "gram, over each pair once",
@@ -23,6 +25,9 @@ LEGEND = {
     "shifts": "direct, of the images as they lie, shifted for each pixel of the kernel",
     "windows": "gram, of the images' own pixels in place of patches",
 }
+KEPT = (
+    "gradients kept: whether each example's gradient stays in memory for the clipped sum; else what it is made of does"
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class StrategyTable:
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         used = {name for row in self.rows for name in (row.strategy, *row.milliseconds, *row.raised)}
         legend = [f"{name}: {words}" for name, words in LEGEND.items() if name in used]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *legend])
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *legend, KEPT])
 
     __repr__ = __str__  # what a notebook shows
 

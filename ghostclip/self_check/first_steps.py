@@ -129,10 +129,10 @@ class SelfCheck:
             return False
         if self._left == STEPS:
             log.info(
-                "the self-check loads at most %d examples again and calls the loss function a few times more in each "
-                "of the first %d steps, for one in %d physical batches later, and for batches larger in some dimension "
+                "the first %d steps take longer: the self-check computes losses of up to %d examples a few times more, "
+                "to see whether one depends on another; later in one of %d physical batches, and in any that is larger "
                 "than all before",
-                MOST, STEPS, SELDOM,
+                STEPS, MOST, SELDOM,
             )  # fmt: skip
         self._seen, self._left, self._told = weakref.ref(logical), self._left - 1, True
         return True

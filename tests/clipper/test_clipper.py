@@ -134,8 +134,8 @@ def test_explain_says_what_the_names_of_strategies_stand_for():
     costs = {"shifts": 0.1, "gram": 2.0}
     row = Row("conv", "weight", "Conv2d", (8, 3, 3, 3), "shifts", True, "fastest measured", costs)
     legend = str(StrategyTable((row,))).splitlines()[3:]
-    assert [line.partition(": ")[0] for line in legend] == ["gram", "shifts"]
-    assert len(str(StrategyTable((replace(row, strategy="one formula", milliseconds={}),))).splitlines()) == 3
+    assert [line.partition(": ")[0] for line in legend] == ["gram", "shifts", "gradients kept"]
+    assert len(str(StrategyTable((replace(row, strategy="one formula", milliseconds={}),))).splitlines()) == 5
 
 
 class Hooked(nn.Module):

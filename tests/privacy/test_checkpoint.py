@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import logging
+import shutil
 import math
 import os
 import pickle
@@ -170,6 +171,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert f"went back to the one before, {place}.previous" in caplog.text
     damage(checkpoint.previous_of(place) / name)
     with pytest.raises(PrivacyError, match=r"is damaged: .* the one before is of no use either: .*previous is damaged"):
+        checkpoint.load(place)
+    shutil.rmtree(checkpoint.previous_of(place))
+    with pytest.raises(PrivacyError, match=r"is damaged: .*; there is none before. Put a copy of it back"):
         checkpoint.load(place)
     save(place, 3.0)
     assert value_at(place) == 3.0
