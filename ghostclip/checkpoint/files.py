@@ -103,7 +103,7 @@ def load(path: str | os.PathLike[str]) -> Stored:
                 else "there is none before"
             )
             raise PrivacyError(
-                f"{error}; {before}. Put a copy of it back, or train anew with the same ledger=..., so that all steps count"
+                f"{error}; {before}. Put a copy of it back, or train anew with the same ledger=..., so that all count"
             ) from None
         log.warning("%s; went back to the one before, %s", error, found.place)
         return found

@@ -5,11 +5,11 @@ import errno
 import fcntl
 import json
 import logging
-import shutil
 import math
 import os
 import pickle
 import resource
+import shutil
 import stat
 import sys
 from collections import Counter, OrderedDict
