@@ -323,10 +323,10 @@ class CompiledClip:
         Says why the graph is refused. Where the model can't take such a mask, nothing is said: the batch's own mask is
         compared in any case.
         """
-        with without_trace(self.model), suppress(Exception):
-            for leaves in (asked.leaves, *with_other_masks(asked.leaves)):
-                other = replace(asked, leaves=leaves, examples=len(leaves[0]))
-                made = tree_unflatten(leaves, asked.structure)
+        for leaves in (asked.leaves, *with_other_masks(asked.leaves)):
+            other = replace(asked, leaves=leaves, examples=len(leaves[0]))
+            made = tree_unflatten(leaves, asked.structure)
+            with without_trace(self.model), suppress(Exception):
                 if (reason := self._compare(plan, loss_fn, made, other, Trial())[1]) is not None:
                     return reason
         return None
