@@ -39,11 +39,7 @@ LOADING, CUTTING = "ghostclip/self_check/loading.py", "ghostclip/clipper/cutting
 CHECKING = "ghostclip/self_check/checking.py"
 COLLATED, KEPT_STATE = ("tests/engine/test_collated.py",), ("tests/engine/test_kept_state.py",)
 JOURNAL, RECORDS = "ghostclip/ledger/journal.py", "ghostclip/ledger/records.py"
-AUDITS_BY_TURNS = (
-    "tests/privacy/test_audit.py::test_scores_by_turns_are_log_likelihood_ratios_of_what_is_released",
-    "tests/privacy/test_audit.py::test_canaries_of_a_training_by_turns_show_along_the_columns_of_their_turns",
-    "tests/privacy/test_audit.py::test_one_run_by_turns_is_held_against_the_engine_s_epsilon_and_finds_a_bug",
-)
+AUDITS_BY_TURNS = ("tests/privacy/test_audit.py", "-k", "turns")
 LEDGER = ("tests/privacy/test_ledger.py", "tests/privacy/test_ledger_damage.py")
 CHECKPOINT = ("tests/privacy/test_engine_checkpoint.py", "tests/privacy/test_checkpoint_spending.py")
 

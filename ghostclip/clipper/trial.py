@@ -20,7 +20,8 @@ __all__ = ["TRYING", "is_trial", "tensor_in", "trying", "without_trace"]
 TRYING = ContextVar("trying", default=False)
 # Every module has dictionaries of these, to which a forward may add some: buffers, submodules, hooks. Parameters aren't
 # looked at: FSDP2 exchanges them.
-TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name != "_parameters"]
+OF_MODULES = vars(nn.Module())
+TABLES = [name for name, value in OF_MODULES.items() if isinstance(value, dict) and name != "_parameters"]
 # In which a module may keep something beside them.
 HELD = (list, dict, set, deque)
 
@@ -61,7 +62,7 @@ def without_trace(model: nn.Module) -> Iterator[None]:
     attributes = [tensor_in(value) for own in owned for value in own.values()]
     tensors = [*model.buffers(), *(each for each in attributes if each is not None and not each.requires_grad)]
     values = [tensor.clone() for tensor in tensors]
-    containers = [each for own in owned for name, each in own.items() if name not in TABLES and type(each) in HELD]
+    containers = [each for own in owned for name, each in own.items() if name not in OF_MODULES and type(each) in HELD]
     contents = [each.copy() for each in containers]
     with trying(), drawing_from(random_states()), torch.enable_grad():
         try:
