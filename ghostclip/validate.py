@@ -112,8 +112,10 @@ class RefusesNames:
         """Raises TypeError for a refused name, one that is nearly an argument's, or where arguments are missing."""
         for name in kwargs.keys() & cls.refused_names.keys():
             raise TypeError(f"{cls.__name__} has no argument {name}; use {cls.refused_names[name]}")
-        known = inspect.signature(cls.__init__).parameters if kwargs else {}
-        for name in () if any(each.kind is each.VAR_KEYWORD for each in known.values()) else kwargs.keys() - known:
+        known = dict(inspect.signature(cls.__init__).parameters) if kwargs else {}
+        known.pop("self", None)
+        anything = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        for name in (each for each in kwargs if each not in known and not anything):
             if near := difflib.get_close_matches(name, known, n=1):
                 raise TypeError(f"{cls.__name__} has no argument {name}; did you mean {near[0]}?")
         if cls.without_arguments and not args and not kwargs:

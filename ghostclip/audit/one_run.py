@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,7 @@ def scores(training: Training, released: np.ndarray, groups: np.ndarray | None) 
     """
     claim, noise, steps = training.claim, training.noise_multiplier, len(released)
     if groups is None:
-        return log_ratios(released, claim.sample_rate, noise).sum(0)
+        return reduce(np.add, (log_ratios(each, claim.sample_rate, noise) for each in released))
     matrix = np.eye(steps) if training.correlation is None else training.correlation.matrix(steps)
     # C x + w, whose part along column t of C shows whether the canary was in step t.
     seen = matrix.T @ (matrix @ released)

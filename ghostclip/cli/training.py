@@ -88,7 +88,7 @@ class History:
                     f"--resume goes on with the run as it was begun, with {option} {value}; got "
                     f"{self.options.get(option)}. Give {option} {value}, or start another run in another folder"
                 )
-        vars(self).update(state)
+        vars(self).update({"options": {}} | state)  # an older run doesn't say
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import nn
 
 from ghostclip.clipper.random_states import drawing_from, random_states
 
-__all__ = ["TRYING", "is_trial", "tensor_in", "trying", "without_trace"]
+__all__ = ["HELD", "TRYING", "contents_of", "is_trial", "tensor_in", "trying", "without_trace"]
 
 TRYING = ContextVar("trying", default=False)
 # Every module has dictionaries of these, to which a forward may add some: buffers, submodules, hooks. Parameters aren't
@@ -24,6 +24,16 @@ OF_MODULES = vars(nn.Module())
 TABLES = [name for name, value in OF_MODULES.items() if isinstance(value, dict) and name != "_parameters"]
 # In which a module may keep something beside them.
 HELD = (list, dict, set, deque)
+
+
+def is_kept(value: Any) -> bool:
+    """Whether a module may keep something in it from one forward to the next; a list of its Parameters is none."""
+    return type(value) in HELD and not any(isinstance(each, nn.Parameter) for each in contents_of(value))
+
+
+def contents_of(container: Any) -> list[Any]:
+    """What is in a list, dict, set or deque."""
+    return [*(container.values() if isinstance(container, dict) else container)]
 
 
 def is_trial() -> bool:
@@ -62,7 +72,7 @@ def without_trace(model: nn.Module) -> Iterator[None]:
     attributes = [tensor_in(value) for own in owned for value in own.values()]
     tensors = [*model.buffers(), *(each for each in attributes if each is not None and not each.requires_grad)]
     values = [tensor.clone() for tensor in tensors]
-    containers = [each for own in owned for name, each in own.items() if name not in OF_MODULES and type(each) in HELD]
+    containers = [each for own in owned for name, each in own.items() if name not in OF_MODULES and is_kept(each)]
     contents = [each.copy() for each in containers]
     with trying(), drawing_from(random_states()), torch.enable_grad():
         try:

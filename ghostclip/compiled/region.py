@@ -107,9 +107,9 @@ def trace(step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], oth
     Args:
         step: returns tensors.
         inputs: what it is traced with.
-        other: the same with data of which all statistics differ. Numbers, and tensors that are no input (a loss's
-            class weights, a table in the code), must be the same both times: otherwise they are computed from data in a
-            way that can't be written down.
+        other: the same with other data, whose maximum, mean and counts are others as a rule. Numbers, and tensors that
+            are no input (a loss's class weights, a table in the code), must be the same both times: otherwise they are
+            computed from data in a way that can't be written down.
 
     Raises:
         UnsupportedModelError: something in it depends on the data's values, or is computed behind the tracer's back.

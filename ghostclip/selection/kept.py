@@ -68,12 +68,12 @@ class KeptRuns:
     Args:
         folder: to write.
         event: what the search is charged as.
-        candidates: the settings, told from others by what they print as.
+        candidates: the settings, told from others by what they print as, but for addresses and the order of sets.
     """
 
     def __init__(self, folder: Path, event: Selection, candidates: Sequence[Any]) -> None:
         self._folder = folder
-        printed = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(list(candidates)))
+        printed = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(_in_order(list(candidates))))
         digest = hashlib.sha256(printed.encode()).hexdigest()
         self._search = {"event": encoded(event), "candidates": len(candidates), "digest": digest}
         self._remarked = False
@@ -90,7 +90,8 @@ class KeptRuns:
             runs = Runs.drawn(draw())
             self._save(runs)
             return runs
-        if found.public.get("search") != self._search:
+        kept: dict[str, Any] = found.public.get("search", {})
+        if kept != {name: value for name, value in self._search.items() if name in kept or name != "digest"}:
             raise PrivacyError(
                 f"{self._folder} is of an unfinished search with other arguments, whose number of runs is drawn "
                 "already; call select with the same arguments to finish it, or remove the folder to start another "
@@ -115,8 +116,7 @@ class KeptRuns:
     def end(self) -> None:
         """Removes the folder: at once, by another name, so that no crash leaves a part of it, or brings it back."""
         shutil.rmtree(checkpoint.previous_of(self._folder), ignore_errors=True)
-        ended = self._folder.with_name(f"{self._folder.name}.ended")
-        shutil.rmtree(ended, ignore_errors=True)
+        ended = self._folder.with_name(f"{self._folder.name}.ended-{secrets.token_hex(4)}")
         with suppress(FileNotFoundError):
             self._folder.rename(ended)
         shutil.rmtree(ended, ignore_errors=True)
@@ -124,3 +124,12 @@ class KeptRuns:
     def _save(self, runs: Runs) -> None:
         state = {field.name: getattr(runs, field.name) for field in fields(Runs)}
         checkpoint.save(self._folder, {"search": self._search}, {"runs": state})
+
+
+def _in_order(value: Any) -> Any:
+    """The same with lists in place of sets, whose order is another one in each process."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, dict):
+        return {key: _in_order(each) for key, each in value.items()}
+    return [_in_order(each) for each in value] if isinstance(value, list | tuple) else value

@@ -142,8 +142,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
     with _lock:
         if folder in _going_on:
             raise LedgerError(
-                f"a search that is charged to {str(folder).removesuffix('.search')} is going on in another thread of "
-                "this process; wait for its end, or give this one another ledger"
+                f"a search that is charged to {str(folder).removesuffix('.search')} is going on in this process "
+                "already; wait for its end, or give this one another ledger"
             )
         _going_on.add(folder)
     try:

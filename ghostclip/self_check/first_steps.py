@@ -61,14 +61,12 @@ class SelfCheck:
         optimizer: whose first update is watched.
         wanted: False switches all of it off.
 
-    Attributes:
-        untested: whether steps were taken without any test of whether losses depend on other examples.
     """
 
     def __init__(self, clipper: GhostClipper, optimizer: Optimizer, wanted: bool = True) -> None:
         self._clipper, self._model, self._optimizer, self._wanted = clipper, clipper.model, optimizer, wanted
         self._to_compare = self._to_move = wanted
-        self._saw_examples, self.untested = False, not wanted
+        self._saw_examples = self._compared = self._stepped = False
         # Trained parameters on which the losses didn't depend, and what warns after the first update.
         self._unused: list[str] = []
         self._warn: Callable[[], None] | None = None
@@ -79,6 +77,11 @@ class SelfCheck:
         self._told, self._said = False, set[str]()
         # Why the last comparison failed; said only where the step itself succeeds, whose error says the same otherwise.
         self._failure = ""
+
+    @property
+    def untested(self) -> bool:
+        """Whether steps were taken, and nothing tested whether losses depend on other examples, `check` included."""
+        return self._stepped and not self._compared and self._model not in CHECKED
 
     @property
     def over(self) -> bool:
@@ -112,6 +115,7 @@ class SelfCheck:
             if due:
                 passes = None if ragged or self._clipper.sharding.sharded else self._clipper.passes
                 self._compare(TrialLosses(loss_fn, self._model, some, passes))
+                self._compared = True
             if self._to_compare and not ragged:
                 self._compare_gradients(loss_fn, some.some(range(min(FEW, some.units))))
         except VerificationError:
@@ -196,8 +200,7 @@ class SelfCheck:
         """Says once that losses came without a loss function; not after a step with one, or `ghostclip.check`."""
         if self._wanted and not self._told:
             self._told = True
-            self.untested = self._model not in CHECKED
-            if self.untested:
+            if self._model not in CHECKED:
                 log.warning(
                     "a loop that computes its own losses has no test of whether a loss depends on other examples of "
                     "its batch, by padding to the longest for instance, and epsilon holds only if none does: call "
@@ -214,6 +217,7 @@ class SelfCheck:
 
     def stepped(self) -> None:
         """To be called after the update; warns once of trained parameters for which training does nothing."""
+        self._stepped = True
         if self._warn is not None:
             self._warn()
             self._to_move, self._warn = False, None

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.clipper.cutting import sizes_of, tensors_of
+from ghostclip.clipper.trial import HELD
 from ghostclip.self_check.mixing_place import mixing_place
 from ghostclip.self_check.trial_losses import TrialLosses, same, unlike
 from ghostclip.wrap import Finding
@@ -94,7 +95,13 @@ class MixingTest:
             return None
         names = unlike(once.left, after.left, "attribute")
         if trial.differ(once.losses, after.losses):
-            names += [name for kind, name in trial.changed if kind in ("attribute", "object")]
+            # What holds something before numbers, which may be counts.
+            names += [name for kind, name in trial.changed if kind == "attribute"]
+            objects = [key for key in trial.changed if key[0] == "object"]
+            names += [
+                key[1]
+                for key in sorted(objects, key=lambda key: type(trial.untouched.left.get(key, [0])[0]) not in HELD)
+            ]
             return "attribute", names[0]
         if names:
             self._say(

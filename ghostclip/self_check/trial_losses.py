@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ghostclip.clipper.first_pass import FirstPasses, check_type
 from ghostclip.clipper.random_states import random_states, set_random_states
-from ghostclip.clipper.trial import tensor_in, trying, without_trace
+from ghostclip.clipper.trial import HELD, contents_of, tensor_in, trying, without_trace
 from ghostclip.planner import Planner
 from ghostclip.self_check.loading import Loaded, LoadedRows
 from ghostclip.sharding.plain import Sharding
@@ -39,7 +39,7 @@ log = logging.getLogger("ghostclip")
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 # {(kind, name): value} of all that a model keeps from one forward to the next. Of a "buffer" and an "attribute" (a
-# tensor or array that isn't registered) it is a copy; of another "object" the object and its length; of a "frozen
+# tensor or array that isn't registered) it is a copy; of another "object" the object and what is in it; of a "frozen
 # parameter" itself and numbers that tell whether it was written to.
 State = dict[tuple[str, str], Any]
 
@@ -222,7 +222,7 @@ def _state_of(model: nn.Module) -> State:
             if (tensor := tensor_in(value)) is not None:
                 found["attribute", name] = tensor.detach().clone()
             else:
-                found["object", name] = value, len(value) if isinstance(value, list | dict | set) else 0
+                found["object", name] = value, tuple(map(id, contents_of(value))) if type(value) in HELD else ()
     return found
 
 

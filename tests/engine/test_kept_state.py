@@ -78,6 +78,24 @@ class AtFirst(nn.Module):
         return x - self.mean
 
 
+class Lagging(nn.Module):
+    """Takes off the mean of the batch before, in a container that never grows."""
+
+    def __init__(self, container):
+        super().__init__()
+        self.calls, self.means = 0, container
+
+    def forward(self, x):
+        self.calls += 1
+        (last,) = self.means.values() if isinstance(self.means, dict) else self.means
+        if isinstance(self.means, set):
+            self.means.clear()
+            self.means.add(x.detach().mean(0))
+        else:
+            self.means[0] = x.detach().mean(0)
+        return x - last
+
+
 class InContainer(nn.Module):
     """Takes off the mean of the first batch, or of all so far, which it keeps in a list, dict, set or deque."""
 
@@ -156,6 +174,15 @@ KEEPING: dict[str, Callable[[], nn.Module]] = {
     "all batches in a list": lambda: InContainer([], ALL),
     "the first batch in a dict": lambda: InContainer({}, FIRST),
     "all batches in a set": lambda: InContainer(set(), ALL),
+    **{
+        f"the batch before in a {type(each).__name__}": lambda of=each: Lagging(of.copy())
+        for each in (
+            [torch.zeros(WIDTH)],
+            {0: torch.zeros(WIDTH)},
+            {torch.zeros(WIDTH)},
+            deque([torch.zeros(WIDTH)], 1),
+        )
+    },
     "the last two batches": lambda: InContainer(deque(maxlen=2), ALL),
     "a buffer of a module that draws": lambda: Kept(
         lambda kept, x: 0.9 * kept + 0.1 * x.mean(0), torch.zeros(1, WIDTH), registered=True, drawing=True
@@ -196,6 +223,19 @@ def test_what_lists_and_the_like_of_a_model_have_in_them_is_as_before_a_trial(co
         layer(torch.randn(2, 3))
     assert layer.means is container
     assert container == before
+
+
+def test_what_holds_tensors_is_named_before_numbers():
+    with pytest.raises(UnsupportedModelError, match=r"in the attribute '1\.means'"):
+        steps(model_of(Lagging([torch.zeros(WIDTH)])), 12)
+
+
+def test_a_module_s_list_of_its_parameters_is_left_alone_by_a_trial():
+    """Who exchanges parameters, as FSDP2 does, exchanges those of recurrent layers in such a list, too."""
+    layer = nn.LSTM(3, 2)
+    with trial.without_trace(layer):
+        layer._flat_weights[0] = other = torch.zeros(8, 3)
+    assert layer._flat_weights[0] is other
 
 
 @pytest.mark.parametrize("name", KEEPING)

@@ -340,6 +340,10 @@ def test_losses_without_a_loss_function_are_said_to_be_untested(caplog: pytest.L
     assert caplog.text == ""
     untested = "It holds if no loss depends on other examples of its batch, which was not tested."
     assert [untested in each.guarantee() for each in (engine, unchecked, checked, tested)] == [True, True, False, False]
+    unchecked_model = whole_batches(checked.model, self_check=False)
+    assert untested not in unchecked_model.guarantee()
+    by_step(unchecked_model)
+    assert untested not in unchecked_model.guarantee()
     assert untested in str(engine.model_card())
 
 
