@@ -142,7 +142,7 @@ def test_how_often_the_loss_function_is_called(monkeypatch: pytest.MonkeyPatch, 
     calls.clear()
     steps(engine, counted, 9)
     assert calls == [12, 6, 6, 12, 12] * 2
-    assert log().count("loads at most 32 examples again and calls the loss function a few times more") == 1
+    assert log().count("the self-check computes losses of up to 32 examples a few times more") == 1
 
 
 def test_users_rows_may_depend_on_each_other_and_on_no_other_users() -> None:
