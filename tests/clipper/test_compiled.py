@@ -55,7 +55,7 @@ CHECKPOINTED = "or checkpointing forbids "
 LOOKS = "the forward or the loss looks at values"
 LOOKING = ("offsets", "own recurrent layer", "own gate")
 # What is done in place to a part of a tensor can't be looked at in a graph.
-IN_PLACE = "whose rows are whose is measured in every batch"
+IN_PLACE = "whose rows are whose must be measured in every batch"
 # Rows that are measured in every batch, and so never have a graph.
 MEASURED = ("bare bilinear", "bare by selection", "mask token put in place")
 
