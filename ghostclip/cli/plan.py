@@ -23,7 +23,8 @@ __all__ = ["DEFAULT_EPOCHS", "DEFAULT_EPSILON", "PlannedRun", "learning_rate", "
 
 DEFAULT_EPSILON = 8.0
 DEFAULT_EPOCHS, MAX_NORM = 30, 1.0
-# The standard deviation that one step's noise may give a weight, before momentum, and the largest rate; of a CNN.
+# The standard deviation that one step's noise may give a weight, before momentum, and the largest rate, both before
+# RATE_TIMES.
 NOISE_PER_STEP, LARGEST_RATE = 0.002, 0.5
 ADAM_RATE = 1e-3
 # Times SGD's rate: gates and layers of sigmoids have small gradients at first. Chosen from 1, 2, 3 and 5, for the MLP 8

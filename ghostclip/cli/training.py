@@ -82,13 +82,13 @@ class History:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes it back; raises UsageError where the run was begun with other options."""
-        for option, value in state.get("options", {}).items():
+        for option, value in state["options"].items():
             if self.options.get(option) != value:
                 raise UsageError(
                     f"--resume goes on with the run as it was begun, with {option} {value}; got "
                     f"{self.options.get(option)}. Give {option} {value}, or start another run in another folder"
                 )
-        vars(self).update({"options": {}} | state)  # an older run doesn't say
+        vars(self).update(state)
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,7 @@ class KeptRuns:
             runs = Runs.drawn(draw())
             self._save(runs)
             return runs
-        kept: dict[str, Any] = found.public.get("search", {})
-        if kept != {name: value for name, value in self._search.items() if name in kept or name != "digest"}:
+        if found.public.get("search") != self._search:
             raise PrivacyError(
                 f"{self._folder} is of an unfinished search with other arguments, whose number of runs is drawn "
                 "already; call select with the same arguments to finish it, or remove the folder to start another "

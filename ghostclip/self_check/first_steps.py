@@ -60,7 +60,6 @@ class SelfCheck:
             random numbers.
         optimizer: whose first update is watched.
         wanted: False switches all of it off.
-
     """
 
     def __init__(self, clipper: GhostClipper, optimizer: Optimizer, wanted: bool = True) -> None:

@@ -95,14 +95,13 @@ class MixingTest:
             return None
         names = unlike(once.left, after.left, "attribute")
         if trial.differ(once.losses, after.losses):
-            # What holds something before numbers, which may be counts.
             names += [name for kind, name in trial.changed if kind == "attribute"]
             objects = [key for key in trial.changed if key[0] == "object"]
-            names += [
-                key[1]
-                for key in sorted(objects, key=lambda key: type(trial.untouched.left.get(key, [0])[0]) not in HELD)
+            # A list or the like is named before a number, which may be a count.
+            held = [
+                key for key in objects if key in trial.untouched.left and type(trial.untouched.left[key][0]) in HELD
             ]
-            return "attribute", names[0]
+            return "attribute", [*names, *(name for _, name in (*held, *objects))][0]
         if names:
             self._say(
                 f"the attribute {names[0]!r} keeps something of the examples, which no loss depends on so far: it is "
