@@ -3134,7 +3134,7 @@ BY_MARKS = [
     ),
     Mutant(
         "marks count alike in all backwards",
-        MARKED,
+        "ghostclip/graph/marks.py",
         "        code = code * (2 * most + 1) + each\n",
         "        code = code + each\n",
         (*PARTS, "permuted_rows"),
@@ -3149,8 +3149,8 @@ BY_MARKS = [
     Mutant(
         "rows that fit two orders are settled",
         MARKED,
-        "ambiguous=len(found) > 1)",
-        "ambiguous=False)",
+        "ambiguous=len(found) > 1, ",
+        "ambiguous=False, ",
         (*TRAPPED, "diagonal"),
     ),
     Mutant(
@@ -3180,6 +3180,27 @@ BY_MARKS = [
         " and not self._misplaced(subject, rows)",
         "",
         ("tests/clipper/test_experts.py",),
+    ),
+    Mutant(
+        "rows that aren't finite are those of the order that shows most",
+        "ghostclip/graph/owners.py",
+        "        return len(blamed) > 1\n",
+        "        return False\n",
+        ("tests/clipper/test_nonfinite.py", "-k", "nobody_else"),
+    ),
+    Mutant(
+        "a layer's rows that aren't finite are in no dispute",
+        "ghostclip/graph/row_layout.py",
+        "        if found.disputed:\n",
+        "        if False:\n",
+        ("tests/clipper/test_nonfinite.py", "-k", "nobody_else"),
+    ),
+    Mutant(
+        "a boundary's rows that aren't finite are in no dispute",
+        "ghostclip/graph/shared/search.py",
+        "        if owned[edge].disputed:\n",
+        "        if False:\n",
+        ("tests/clipper/test_nonfinite.py", "-k", "nobody_else"),
     ),
     Mutant(
         "owners that fit loosely are certain",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["MarkScheme", "compared", "numbers", "numbers_by_dim"]
+__all__ = ["MarkScheme", "codes", "compared", "numbers", "numbers_by_dim"]
 
 # An example's gradients are divided by their size over the smallest example's, at most by 2 ** FARTHEST: those of sizes
 # 2 ** 40, 1 and 2 ** 3 by 2 ** 40, 1 and 2 ** 3.
@@ -207,3 +207,17 @@ def compared(plain: Tensor, marked: Tensor, marks: Tensor, scheme: MarkScheme) -
     size = ratio * largest
     loose = (clear & ~(apart <= scheme.rounding * size)) | cancelled
     return Compared((clear & ~(apart <= scheme.tolerance * size)) | cancelled, loose, clear)
+
+
+def codes(ratios: Tensor) -> Tensor:
+    """One number for the powers of two that are nearest to some ratios, [n, ...]; [...].
+
+    Seven powers up to 2 ** 255 fit into 63 bits, or ten up to 2 ** 31: float16, whose marks are within 2 ** 4, takes
+    eight and more for over 4,096 examples.
+    """
+    most = 255 if len(ratios) < 8 else 31
+    power = ratios.double().log2().round().nan_to_num(0, 0, 0).clamp(-most, most).to(torch.int64) + most
+    code = torch.zeros_like(power[0])
+    for each in power:
+        code = code * (2 * most + 1) + each
+    return code

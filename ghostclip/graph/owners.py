@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.marks import MarkScheme, compared, numbers, numbers_by_dim
+from ghostclip.graph.marks import MarkScheme, codes, compared, numbers, numbers_by_dim
 from ghostclip.graph.nodes import ACCUMULATE, Edge, shape_of
 from ghostclip.graph.reader import backward_to_layers, without_hooks
 from ghostclip.nn.base import LayerCall
@@ -85,6 +85,7 @@ class Owned:
         zero: all of its gradient is zero, so that nothing was shown.
         loose: some row fits to within `MarkScheme.tolerance` only, so that small examples may have a part in it.
         ambiguous: the rows fit another order or dimension as well, as where only a diagonal isn't zero.
+        disputed: in such another order, rows that aren't finite would be those of other examples.
     """
 
     rows: Rows | None
@@ -92,6 +93,7 @@ class Owned:
     zero: bool = False
     loose: bool = False
     ambiguous: bool = False
+    disputed: bool = False
 
     @property
     def shown(self) -> bool:
@@ -314,10 +316,11 @@ class _Measured:
                 found.append(Owned(rows, count, zero, bool(loose.any())))
         if zero:
             return found[0] if found else Owned(None, zero=True)
-        found = [each for each in found if each.examples]  # rows of which none is finite fit any marks
+        fitting, found = found, [each for each in found if each.examples]  # where none is finite, any marks fit
         said = [each for each in found if not each.is_regular]
         best = said[0] if said else max(found, key=lambda each: each.examples, default=None)
-        return best and replace(best, ambiguous=len(found) > 1)
+        disputed = not (best is None or said or best.shown) and self._disputed(subject, best, fitting)
+        return best and replace(best, ambiguous=len(found) > 1, disputed=disputed)
 
     def _candidates(self, subject: Subject, indices: Sequence[RowIndex]) -> Iterator[Rows]:
         """What a subject's rows may be."""
@@ -331,8 +334,10 @@ class _Measured:
         found = [self._one_by_one(subject, dim) for dim in self.dims[subject]]
         best = max([each for each in found if each is not None], key=lambda each: each.examples, default=Owned(None))
         # Where no row is finite, all are taken to be in order, if they can be: each example has what isn't finite.
-        in_order = (rows for rows in self._candidates(subject, ()) if not self._misplaced(subject, rows))
-        return next((Owned(rows) for rows in in_order), best) if best.unread else best
+        if not best.unread:
+            return best
+        in_order = [Owned(rows) for rows in self._candidates(subject, ()) if not self._misplaced(subject, rows)]
+        return replace(in_order[0], disputed=self._disputed(subject, in_order[0], in_order)) if in_order else best
 
     def _misplaced(self, subject: Subject, rows: Rows) -> bool:
         """Whether rows that aren't finite are in the places of an example whose loss is, beside one whose loss is not.
@@ -345,6 +350,22 @@ class _Measured:
         base = self.plain[subject, rows.dim]
         owner = rows.owners(base.shape[1], self.examples, base.device)
         return bool((~base[0].isfinite() & self.finite[owner]).any())
+
+    def _disputed(self, subject: Subject, chosen: Owned, fitting: Sequence[Owned]) -> bool:
+        """Whether rows that aren't finite are other examples' in another order that fits than in the ``chosen`` one.
+
+        In a batch of two, [[0, 0], [NaN, 4.5]] is a gradient of zeros and one that isn't finite along dimension 0, and
+        one that isn't finite and 4.5 along dimension 1. A dimension of whose rows none is finite, as that of time
+        beside one example of NaN, is no dispute; nor are examples whose loss isn't finite, which are left out anyway.
+        """
+        blamed = set()
+        for each in fitting:
+            assert each.rows is not None
+            largest = self.plain[subject, each.rows.dim][0]
+            odd, owner = ~largest.isfinite(), each.rows.owners(len(largest), self.examples, largest.device)
+            if each is chosen or not bool(odd.all()):
+                blamed.add(frozenset(owner[odd if self.finite is None else odd & self.finite[owner]].tolist()))
+        return len(blamed) > 1
 
     def touched(self, subject: Subject, own: Owned, start: Tensor, now: Found) -> bool:
         """Whether what was done to some examples changed rows of others.
@@ -367,26 +388,12 @@ class _Measured:
         A row of two examples may look like one of a third under some marks, not under all of several backwards.
         """
         base, seen = self.plain[subject, dim], self.seen[subject, dim]
-        codes, order = _codes(self.marks / self.scheme.plain).sort()
+        by_code, order = codes(self.marks / self.scheme.plain).sort()
         # The example that came out with such marks, or some example, whose marks these don't fit.
-        owner = order[torch.searchsorted(codes, _codes(seen[:, 0] / base[0])).clamp(max=self.examples - 1)]
+        owner = order[torch.searchsorted(by_code, codes(seen[:, 0] / base[0])).clamp(max=self.examples - 1)]
         off, loose, clear = (each.any(0) for each in compared(base, seen, self.marks[:, owner], self.scheme))
         if bool(off.any()):
             return None
         used = None if bool(clear.all()) else clear
         rows = Rows(dim, RowIndex(torch.where(clear, owner, 0), self.examples, used))
         return Owned(rows, len(owner[clear].unique()), loose=bool(loose.any()))
-
-
-def _codes(ratios: Tensor) -> Tensor:
-    """One number for the powers of two that are nearest to some ratios, [n, ...]; [...].
-
-    Seven powers up to 2 ** 255 fit into 63 bits, or ten up to 2 ** 31: float16, whose marks are within 2 ** 4, takes
-    eight and more for over 4,096 examples.
-    """
-    most = 255 if len(ratios) < 8 else 31
-    power = ratios.double().log2().round().nan_to_num(0, 0, 0).clamp(-most, most).to(torch.int64) + most
-    code = torch.zeros_like(power[0])
-    for each in power:
-        code = code * (2 * most + 1) + each
-    return code

@@ -14,7 +14,7 @@ from ghostclip.graph.nodes import Edge
 from ghostclip.graph.owners import Gradients, Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
-from ghostclip.graph.shared.search import mixing_error
+from ghostclip.graph.shared.search import disputed_error, mixing_error
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall, Sink
 from ghostclip.norms.ragged import RowIndex, RowOrder
@@ -111,6 +111,8 @@ def check_calls(
             raise mixing_error(uses.capturing[call], names)
         if found.rows is None or found.zero:
             continue
+        if found.disputed:
+            raise disputed_error(call, names.layer(call))
         if found.rows.dim != call.batch_dim and "ghost_batch_dim" in vars(call.layer):
             raise UnsupportedModelError(
                 f"{names.layer(call)}: wrap(model, batch_dim=...) says that examples are in dimension "

@@ -179,3 +179,36 @@ def test_documents_that_share_a_row_are_not_left_out_beside_one_that_is_not_fini
     others = ~torch.isin(torch.arange(4), document[bad])
     assert not result.weights[~others].any()
     torch.testing.assert_close(result.norms[others], whole[others])
+
+
+def blank_beside_nan(out):
+    """Losses of which example 0 has a gradient of zeros, and example 1 one that isn't finite in its first row."""
+    unread = (out[1, 0] - out[1, 0].detach()).abs().sqrt().sum()  # zero, its gradient isn't finite
+    return torch.stack([(out[0] * 0.0).sum(), 4.5 * out[1, 1].sum() + unread])
+
+
+@every_pass
+@pytest.mark.parametrize(
+    "build",
+    [lambda: nn.Sequential(nn.Linear(3, 2)), lambda: with_parameters(lambda model, x: x * model.w, {"w": (3,)})],
+    ids=["a layer", "a bare parameter"],
+)
+def test_a_gradient_that_is_not_finite_counts_for_nobody_else(second_pass, build):
+    """Along dimension 1 the same numbers are a row of example 0, which isn't finite, and one of example 1."""
+    model = build()
+    clipper = GhostClipper(model, clipping=1.0, second_pass=second_pass)
+    for _ in range(3):
+        losses = blank_beside_nan(model(torch.randn(2, 2, 3)))
+        with pytest.raises(UnsupportedModelError, match="which example's gradient is not finite"):
+            clipper.backward(losses)
+
+
+@every_pass
+def test_gradients_that_are_zero_or_not_finite_are_no_dispute_where_one_order_fits(second_pass):
+    """Rows of one dimension alone may be examples here."""
+    model = nn.Linear(3, 2)
+    clipper = GhostClipper(model, clipping=1.0, second_pass=second_pass)
+    for _ in range(3):
+        result = clipper.backward(blank_beside_nan(model(torch.randn(2, 3)).unsqueeze(2).expand(2, 2, 2)))
+        assert result.weights.isfinite().all()
+        assert result.weights[1] == 0.0

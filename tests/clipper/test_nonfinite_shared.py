@@ -78,7 +78,7 @@ def _positions() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "positions [T] added": (_positions, (4, 5)),
     "one position, then attention": (_attended, (1, 5)),
-    "a prompt, then a recurrent cell": (_prompted, (4, 5)),
+    "a prompt, then a recurrent cell": (_prompted, (5, 5)),
     "weight_norm, gain frozen": (_gain_frozen, (5,)),
     "rows of frozen lengths": (Normed, (5,)),
 }

@@ -64,6 +64,7 @@ ELSEWHERE = (
     "{} is given a tensor that all examples share",
     "the losses come from parameters, or layers",
     "an example whose loss is not finite spoils the gradients of others",
+    "{}: this batch doesn't show which example's gradient is not finite",
 )
 
 X = torch.linspace(-1, 2, 4 * 6 * 3).view(4, 6, 3)

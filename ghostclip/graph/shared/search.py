@@ -27,6 +27,7 @@ from ghostclip.nn.base import LayerCall
 
 __all__ = [
     "Doubt",
+    "disputed_error",
     "edges_above",
     "edges_near",
     "edges_of",
@@ -217,6 +218,8 @@ def _boundaries(
         rows = owned[edge].rows
         if owned[edge].zero or rows is None:
             continue
+        if owned[edge].disputed:
+            raise disputed_error(node, f"what {node.name()} gives")
         found.append(BroadcastBoundary(*edge, rows, examples, slots))
     return found
 
@@ -239,6 +242,16 @@ def _refuse_mixed(
             found = owned.get(call if isinstance(call, LayerCall) else edge)
             if edge[0] not in shared and found is not None and found.rows is not None and not found.zero:
                 raise mixing_error(node, names)
+
+
+def disputed_error(place: Any, name: str) -> UnsupportedModelError:
+    """The error about rows that aren't finite, of which it can't be told whose they are (`Owned.disputed`)."""
+    return UnsupportedModelError(
+        f"{name}: this batch doesn't show which example's gradient is not finite, since others' are zero; nothing was "
+        "clipped. Look for what is not finite in its backward (a square root of 0, a division by 0), or take larger "
+        "batches",
+        name=name if isinstance(place, LayerCall) else "", place=place,
+    )  # fmt: skip
 
 
 def mixing_error(node: Any, names: ParameterNames) -> UnsupportedModelError:
