@@ -3142,8 +3142,8 @@ BY_MARKS = [
     Mutant(
         "every B-th row is taken for rows that lie together",
         MARKED,
-        "found.append(Owned(rows, count,",
-        'found.append(Owned(Rows(rows.dim, "example"), count,',
+        "None if wrong else Owned(rows, ",
+        'None if wrong else Owned(Rows(rows.dim, "example"), ',
         (*EXACT, "difficult and flattened"),
     ),
     Mutant(
@@ -3177,8 +3177,8 @@ BY_MARKS = [
     Mutant(
         "rows that aren't finite are those of whoever's places they are in",
         "ghostclip/graph/owners.py",
-        " and not self._misplaced(subject, rows)",
-        "",
+        "            wrong |= self._misplaced(base, owner)\n",
+        "            pass\n",
         ("tests/clipper/test_experts.py",),
     ),
     Mutant(

@@ -26,10 +26,11 @@ from ghostclip.graph.measuring import Batch, Measured
 from ghostclip.graph.moves import Movements, movements
 from ghostclip.graph.nodes import Edge, inputs_of
 from ghostclip.graph.overwritten import FindForward
-from ghostclip.graph.owners import Owned, Rows, Subject, spreads
+from ghostclip.graph.owners import spreads
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.row_layout import RowLayout, ZeroGradientCheck, any_owner, check_calls, row_layout
+from ghostclip.graph.rows import Owned, Rows, Subject
 from ghostclip.graph.shared.known import KnownShared
 from ghostclip.graph.shared.search import region_up_to_losses
 from ghostclip.native.custom_ops import is_traced

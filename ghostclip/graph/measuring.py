@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from ghostclip.errors import GhostClipError, LossShapeError, UnsupportedModelError
 from ghostclip.graph.nodes import Edge
 from ghostclip.graph.overwritten import FindForward, check_shared, computed
-from ghostclip.graph.owners import Gradients, Owned, Subject, owners
+from ghostclip.graph.owners import Gradients, owners
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
+from ghostclip.graph.rows import Owned, Subject
 from ghostclip.graph.shared.known import KnownShared
 from ghostclip.graph.shared.search import (
     Doubt,

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from ghostclip.graph import operations as op
 from ghostclip.graph.nodes import ACCUMULATE, Edge, is_own_function, saved_dimensions, shape_of
-from ghostclip.graph.owners import Owned, Rows, rows_in_order
 from ghostclip.graph.reader import Uses
+from ghostclip.graph.rows import Owned, Rows, rows_in_order
 from ghostclip.native.custom_ops import constant_values, is_traced
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex

@@ -30,9 +30,9 @@ from torch.overrides import TorchFunctionMode
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import ACCUMULATE, Edge, inputs_first, inputs_of
 from ghostclip.graph.operations import hides_constants
-from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
+from ghostclip.graph.rows import Owned, Rows, Subject
 from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.graph.shared.search import mixing_error
 from ghostclip.graph.shared.subgraph import SharedSubgraph

@@ -36,94 +36,18 @@ from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.marks import MarkScheme, codes, compared, numbers, numbers_by_dim
 from ghostclip.graph.nodes import ACCUMULATE, Edge, shape_of
 from ghostclip.graph.reader import backward_to_layers, without_hooks
+from ghostclip.graph.rows import Owned, Rows, Subject, rows_in_order
 from ghostclip.nn.base import LayerCall
-from ghostclip.norms.ragged import RowIndex, RowOrder
+from ghostclip.norms.ragged import RowIndex
 
-__all__ = ["Gradients", "Owned", "Rows", "Subject", "owners", "rows_in_order", "spreads"]
+__all__ = ["Gradients", "owners", "spreads"]
 
-# A layer's use, by the gradient at its pre-activation; or a tensor of the graph.
-Subject = LayerCall | Edge
 # {(subject, dimension): `numbers` of the rows along it, [2, rows]; of n backwards, [n, 2, rows]}.
 Found = dict[tuple[Subject, int], Tensor]
 # {subject: the dimensions that may hold examples, the likeliest first}.
 Dims = Mapping[Subject, Sequence[int]]
 # {subject: what a layer remembered (of a tensor nothing), and the gradient} of a backward that started from ones.
 Gradients = dict[Subject, tuple[tuple[Tensor, ...], Tensor]]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """How the rows of a gradient along one dimension belong to the examples.
-
-    Attributes:
-        dim: the dimension.
-        order: "example" where the rows of one example lie together, "row" where every B-th row is one of the same
-            example, and an index for any other order.
-    """
-
-    dim: int
-    order: RowOrder
-
-    def count(self, size: int, examples: int) -> int:
-        """Rows of each example; an index says by itself."""
-        return 1 if isinstance(self.order, RowIndex) or not examples else size // examples
-
-    def owners(self, size: int, examples: int, device: torch.device) -> Tensor:
-        """The example of each of so many rows, [size]."""
-        if isinstance(self.order, RowIndex):
-            return self.order.index
-        return RowIndex.in_order(size, examples, self.order, device)
-
-
-@dataclass(frozen=True)
-class Owned:
-    """What marks showed of one subject.
-
-    Attributes:
-        rows: how its rows belong to the examples; None where rows of every dimension belong to several.
-        examples: how many examples own a row that could be read (one that isn't zero, tiny or infinite).
-        zero: all of its gradient is zero, so that nothing was shown.
-        loose: some row fits to within `MarkScheme.tolerance` only, so that small examples may have a part in it.
-        ambiguous: the rows fit another order or dimension as well, as where only a diagonal isn't zero.
-        disputed: in such another order, rows that aren't finite would be those of other examples.
-    """
-
-    rows: Rows | None
-    examples: int = 0
-    zero: bool = False
-    loose: bool = False
-    ambiguous: bool = False
-    disputed: bool = False
-
-    @property
-    def shown(self) -> bool:
-        """Whether rows of at least two examples were shown."""
-        return self.examples > 1
-
-    @property
-    def unread(self) -> bool:
-        """Whether no row could be compared, each being tiny or not finite; ``rows`` are only those that it may have."""
-        return self.rows is not None and not self.zero and not self.examples
-
-    @property
-    def uncertain(self) -> bool:
-        """Whether the rows fit, but mixing isn't ruled out."""
-        return self.rows is not None and not self.zero and (self.loose or not self.shown)
-
-    @property
-    def is_of_one(self) -> bool:
-        """Whether all rows that were shown belong to one example, and to no other, however small."""
-        return self.rows is not None and self.examples == 1 and not self.loose
-
-    @property
-    def is_regular(self) -> bool:
-        """Whether every example has as many rows, in order."""
-        return self.rows is not None and not isinstance(self.rows.order, RowIndex)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several examples have a part in the rows, whichever dimension they are taken along."""
-        return self.rows is None and not self.zero
 
 
 def owners(
@@ -162,7 +86,7 @@ def owners(
     marks = scheme.drawn_apart(losses, sizes)
     seen, finite = _stacked([backward(each) for each in marks]), losses.detach().isfinite()
     measured = _Measured(scheme, dims, plain, marks, seen, examples, None if bool(finite.all()) else finite)
-    found = {subject: measured.in_order(subject, indices) for subject in dims}
+    found = measured.in_order(indices)
     if None in found.values():
         again = scheme.drawn(losses, sizes)[None]
         measured.add(again, _stacked([backward(each) for each in again]))
@@ -205,13 +129,6 @@ def spreads(losses: Tensor, rows: Mapping[Subject, Rows], ends: Sequence[Edge], 
         if bool((before.isfinite() & (before > 0) & ~after.isfinite() & others).any()):
             return True
     return False
-
-
-def rows_in_order(size: int, examples: int) -> list[str]:
-    """In which orders so many rows may be those of the examples, as many of each."""
-    if not examples or size % examples or not size:
-        return []
-    return ["example", "row"] if size > examples else ["example"]
 
 
 def _backward(
@@ -302,21 +219,50 @@ class _Measured:
         self.marks = torch.cat([self.marks, marks])
         self.seen = {key: torch.cat([each, seen[key]]) for key, each in self.seen.items()}
 
-    def in_order(self, subject: Subject, indices: Sequence[RowIndex]) -> Owned | None:
-        """What a subject's rows are if they are in order, or in that of an index; None where they are not."""
+    def in_order(self, indices: Sequence[RowIndex]) -> dict[Subject, Owned | None]:
+        """What the subjects' rows are that are in order, or in that of an index; None for those that are not.
+
+        All that may have as many rows in one order are compared at once.
+        """
+        candidates = [(subject, rows) for subject in self.dims for rows in self._candidates(subject, indices)]
+        alike: dict[Any, list[int]] = {}
+        for number, (subject, rows) in enumerate(candidates):
+            base = self.plain[subject, rows.dim]
+            alike.setdefault((base.shape, base.dtype, rows.order), []).append(number)
+        found: list[Owned | None] = [None] * len(candidates)
+        for places in alike.values():
+            for number, owned in zip(places, self._fitting([candidates[each] for each in places]), strict=True):
+                found[number] = owned
+        fitting: dict[Subject, list[Owned]] = {subject: [] for subject in self.dims}
+        for (subject, _), owned in zip(candidates, found, strict=True):
+            fitting[subject] += [owned] if owned else []
+        return {subject: self._chosen(subject, own) for subject, own in fitting.items()}
+
+    def _fitting(self, candidates: Sequence[tuple[Subject, Rows]]) -> list[Owned | None]:
+        """What some subjects' rows are if they are in one order, each with as many; None for those that are not."""
+        base = torch.stack([self.plain[subject, rows.dim] for subject, rows in candidates])
+        now = torch.stack([self.seen[subject, rows.dim] for subject, rows in candidates], 1)
+        owner = candidates[0][1].owners(base.shape[-1], self.examples, self.marks.device)
+        off, loose, clear = compared(base, now, self.marks[:, None, owner], self.scheme)
+        wrong = off.any(0).any(1)
+        if self.finite is not None and not isinstance(candidates[0][1].order, RowIndex):
+            wrong |= self._misplaced(base, owner)
+        counts = base.new_zeros(len(base), self.examples).index_add_(1, owner, clear.all(0).to(base.dtype))
+        zero = ~(base[:, 0].any(1) | now[:, :, 0].any(2).any(0))
+        found = torch.stack([wrong, counts.count_nonzero(1), zero, loose.any(0).any(1)], 1).tolist()
+        return [
+            None if wrong else Owned(rows, 0 if zero else shown, bool(zero), bool(loose))
+            for (_, rows), (wrong, shown, zero, loose) in zip(candidates, found, strict=True)
+        ]
+
+    def _chosen(self, subject: Subject, fitting: Sequence[Owned]) -> Owned | None:
+        """What a subject's rows are, given those of its orders that fit."""
         first = subject, self.dims[subject][0]
-        zero = not bool(self.plain[first][0].any() or self.seen[first][:, 0].any())
-        found = []
-        for rows in self._candidates(subject, indices):
-            base, now = self.plain[subject, rows.dim], self.seen[subject, rows.dim]
-            owner = rows.owners(base.shape[1], self.examples, self.marks.device)
-            off, loose, clear = compared(base, now, self.marks[:, owner], self.scheme)
-            if not bool(off.any()) and not self._misplaced(subject, rows):
-                count = 0 if zero else len(owner[clear.all(0)].unique())
-                found.append(Owned(rows, count, zero, bool(loose.any())))
-        if zero:
-            return found[0] if found else Owned(None, zero=True)
-        fitting, found = found, [each for each in found if each.examples]  # where none is finite, any marks fit
+        if fitting and fitting[0].zero:
+            return fitting[0]
+        if not fitting and not bool(self.plain[first][0].any() or self.seen[first][:, 0].any()):
+            return Owned(None, zero=True)
+        found = [each for each in fitting if each.examples]  # where none is finite, any marks fit
         said = [each for each in found if not each.is_regular]
         best = said[0] if said else max(found, key=lambda each: each.examples, default=None)
         disputed = not (best is None or said or best.shown) and self._disputed(subject, best, fitting)
@@ -336,20 +282,22 @@ class _Measured:
         # Where no row is finite, all are taken to be in order, if they can be: each example has what isn't finite.
         if not best.unread:
             return best
-        in_order = [Owned(rows) for rows in self._candidates(subject, ()) if not self._misplaced(subject, rows)]
+        candidates = [(subject, rows) for rows in self._candidates(subject, ())]
+        in_order = [each for one in candidates if (each := self._fitting([one])[0]) is not None]
         return replace(in_order[0], disputed=self._disputed(subject, in_order[0], in_order)) if in_order else best
 
-    def _misplaced(self, subject: Subject, rows: Rows) -> bool:
+    def _misplaced(self, base: Tensor, owner: Tensor) -> Tensor:
         """Whether rows that aren't finite are in the places of an example whose loss is, beside one whose loss is not.
 
         Such rows fit any marks. An expert that is sent the tokens [1, 1, 2, 3] of four examples, of which those of
         example 1 are NaN, has rows in order but for the first one, which would leave out example 0.
+
+        Args:
+            base: numbers in the plain backward, [subjects, 2, rows].
+            owner: of each row.
         """
-        if self.finite is None or isinstance(rows.order, RowIndex):
-            return False
-        base = self.plain[subject, rows.dim]
-        owner = rows.owners(base.shape[1], self.examples, base.device)
-        return bool((~base[0].isfinite() & self.finite[owner]).any())
+        assert self.finite is not None
+        return (~base[:, 0].isfinite() & self.finite[owner]).any(1)
 
     def _disputed(self, subject: Subject, chosen: Owned, fitting: Sequence[Owned]) -> bool:
         """Whether rows that aren't finite are other examples' in another order that fits than in the ``chosen`` one.

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import Edge
-from ghostclip.graph.owners import Gradients, Owned, Rows, Subject
+from ghostclip.graph.owners import Gradients
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
+from ghostclip.graph.rows import Owned, Rows, Subject
 from ghostclip.graph.shared.search import disputed_error, mixing_error
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall, Sink

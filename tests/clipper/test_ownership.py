@@ -7,7 +7,8 @@ from torch.autograd.graph import get_gradient_edge
 import ghostclip
 from ghostclip.graph import alarm
 from ghostclip.graph.marks import MarkScheme, compared, numbers
-from ghostclip.graph.owners import Owned, Rows, owners
+from ghostclip.graph.owners import owners
+from ghostclip.graph.rows import Owned, Rows
 from ghostclip.graph.shared.search import Doubt, may_be_shared
 from ghostclip.norms.ragged import RowIndex
 

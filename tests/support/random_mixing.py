@@ -26,7 +26,10 @@ class Mixing(nn.Module):
 
 
 def has_two_owners(mixing: Mixing, model: nn.Module, losses: Tensor) -> bool:
-    """Whether a row that the mixture reads has a gradient of two losses, and trained parameters are below it."""
+    """Whether a row that the mixture reads has a gradient of two losses, and trained parameters are below it.
+
+    They must have a gradient in float64. What rounding leaves of numbers that cancel may come out with any mark.
+    """
     # Rows that are the same for all examples, as behind dead units, mix nothing.
     if not mixing.read.requires_grad or bool((mixing.read == mixing.read[:1]).all()):
         return False
@@ -37,7 +40,7 @@ def has_two_owners(mixing: Mixing, model: nn.Module, losses: Tensor) -> bool:
         return False
     rows = torch.stack(grads).flatten(2).abs().amax(2)  # [losses, rows]
     largest, second = rows.topk(2, dim=0).values
-    return bool((second > 1e-3 * largest).any()) and any(bool(grad.any()) for grad in below if grad is not None)
+    return bool((second > 1e-3 * largest).any()) and any(bool((grad.abs() > 1e-6).any()) for grad in below if grad is not None)
 
 
 def _drawn(seed: int) -> tuple[Subject, Mixing, int]:
@@ -48,8 +51,9 @@ def _drawn(seed: int) -> tuple[Subject, Mixing, int]:
         mixing = Mixing(choose.choice(list(MIXTURES)))
         if hasattr(subject.model, "blocks"):
             subject.model.blocks.insert(choose.randint(0, len(subject.model.blocks)), mixing)
-            losses = subject.losses_of(subject.model, subject.draw(0, EXAMPLES, length, torch.float32))
+            losses = subject.losses_of(subject.model.double(), subject.draw(0, EXAMPLES, length, torch.float64))
             if losses.requires_grad and has_two_owners(mixing, subject.model, losses):
+                subject.model.float()
                 return subject, mixing, length
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.graph.nodes import ACCUMULATE, Edge, shape_of, signed
-from ghostclip.graph.owners import Rows
+from ghostclip.graph.rows import Rows
 from ghostclip.norms.ragged import RowIndex, regrouped
 from ghostclip.norms.term import Dense, PerExampleGrads, split_examples, to_float32
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ghostclip.graph.nodes import Edge
-from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.reader import Uses
+from ghostclip.graph.rows import Owned, Rows, Subject
 from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.nodes import ACCUMULATE, Edge, inputs_of, shape_of
 from ghostclip.graph.operations import EXPANDING, hides_constants, word_of
-from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
+from ghostclip.graph.rows import Owned, Rows, Subject
 from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.graph.shared.subgraph import SharedSubgraph, parameters_of
 from ghostclip.nn.base import LayerCall
