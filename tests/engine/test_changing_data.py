@@ -4,6 +4,7 @@ from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
+import pandas
 import private_runs as runs
 import pytest
 import torch
@@ -16,22 +17,10 @@ SIZE = 24
 COLUMNS: dict[str, Any] = {"x": torch.randn(SIZE, 5), "y": torch.arange(SIZE) % 3}
 
 
-class Frame:
-    """Like a data frame: its length is that of its columns, by whose names it is read."""
-
-    columns, iloc = ["x", "y"], None
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, name: str) -> Any:
-        return COLUMNS[name]
-
-
 @pytest.mark.parametrize("wrap", [lambda data: data, DataLoader], ids=["bare", "in a loader"])
 @pytest.mark.parametrize(
     "data",
-    [COLUMNS, UserDict(COLUMNS), {1: COLUMNS["x"], 2: COLUMNS["y"]}, Frame()],
+    [COLUMNS, UserDict(COLUMNS), {1: COLUMNS["x"], 2: COLUMNS["y"]}, pandas.DataFrame({"y": COLUMNS["y"]})],
     ids=lambda data: type(data).__name__,
 )
 def test_columns_are_refused_with_the_remedy(data: Any, wrap: Callable[[Any], Any]) -> None:
@@ -45,22 +34,9 @@ def test_a_dict_of_examples_by_their_numbers_is_a_data_set() -> None:
     assert taken == {0, 1, 2}
 
 
-class Rows(Dataset[Any]):
-    """Examples whose number is said by a list."""
-
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.rows[row]
-
-
 KINDS: dict[str, Callable[[list[Any]], Any]] = {
     "list": lambda rows: rows,
-    "loader with workers": lambda rows: DataLoader(Rows(rows), batch_size=8, num_workers=1),
+    "loader with workers": lambda rows: DataLoader(rows, batch_size=8, num_workers=1),
 }
 # What becomes of a list of 24 examples.
 CHANGES: dict[str, Callable[[list[Any]], Any]] = {"empty": list.clear, "one more": lambda rows: rows.append(rows[0])}
@@ -97,10 +73,13 @@ def test_examples_that_are_gone_when_they_are_loaded_are_refused(take: Any, kind
 
 
 def test_a_data_set_s_own_failure_stays_its_own() -> None:
-    class Broken(Rows):
+    class Broken(Dataset[Any]):
+        def __len__(self) -> int:
+            return SIZE
+
         def __getitem__(self, row: int) -> Any:
             raise IndexError("broken")
 
-    batches = LogicalBatches(Broken(list(runs.data(SIZE))), batch_size=SIZE)
+    batches = LogicalBatches(Broken(), batch_size=SIZE)
     with pytest.raises(IndexError, match="broken"):
         next(next(iter(batches)).physical())

@@ -83,27 +83,18 @@ def test_parameters_of_another_model(engine: PrivacyEngine, model: nn.Module) ->
     assert engine.steps_taken == 0
 
 
-def test_the_class_of_a_policy_is_no_policy(model: nn.Module) -> None:
-    with pytest.raises(TypeError, match=r"clipping is the class PerLayer itself; give an object"):
-        runs.engine_for(model, clipping=PerLayer)
-
-
-def with_lbfgs(model: nn.Module) -> None:
-    runs.engine_for(model, torch.optim.LBFGS(model.parameters()))
-
-
-def of_a_function(model: nn.Module) -> None:
-    PrivacyEngine(runs.plain_backward, torch.optim.SGD(model.parameters()), runs.data())  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (with_lbfgs, PrivacyError, "LBFGS evaluates the loss several times"),
+        (
+            lambda model: runs.engine_for(model, torch.optim.LBFGS(model.parameters())),
+            PrivacyError,
+            "LBFGS evaluates the loss several times",
+        ),
         (lambda model: runs.engine_for(model, {}), TypeError, r"optimizer must be a torch\.optim\.Optimizer; got dict"),
-        (of_a_function, TypeError, r"model must be a torch\.nn\.Module; got function"),
         (lambda model: runs.engine_for(model.requires_grad_(False)), ValueError, "no trainable parameter"),
         (lambda model: runs.engine_for(model, noise_multiplyer=1.0), TypeError, "noise_multiplyer"),
+        (lambda model: runs.engine_for(model, clipping=PerLayer), TypeError, "clipping is the class PerLayer itself"),
     ],
 )
 def test_what_no_engine_can_be_built_of(model: nn.Module, build: Any, error: type[Exception], message: str) -> None:
@@ -138,6 +129,11 @@ TARGET = {"noise_multiplier": None, "target_epsilon": 3.0}
         ({"clipping": 0.0}, "^clipping must be a finite number > 0"),
         ({"second_pass": "fast"}, "^second_pass must be one of"),
         ({"noise": "loud"}, "^noise must be one of"),
+        ({"sampling": "truncated"}, "max_batch_size must be given"),
+        ({"max_physical_batch_size": "big"}, "max_physical_batch_size must be a number, 'auto' or None"),
+        ({"max_physical_batch_size": "auto", "memory_limit": 0}, "memory_limit must be"),
+        ({"max_physical_batch_size": 8, "memory_limit": 1}, 'memory_limit is for max_physical_batch_size="auto"'),
+        ({"max_physical_batch_size": "auto", "unit_ids": [0] * 24}, "don't go together"),
     ],
 )
 def test_arguments_out_of_range_or_that_do_not_go_together(
@@ -193,13 +189,12 @@ def test_an_engine_that_could_not_be_built_leaves_the_optimizer_alone(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """Neither its hooks nor its ledger keep the next one from being built."""
-    optimizer = torch.optim.SGD(model.parameters())
-    options = {"batch_size": 8, "noise_multiplier": 1.0, "ledger": tmp_path / "run.ledger"}
+    optimizer, ledger = torch.optim.SGD(model.parameters()), tmp_path / "run.ledger"
     with monkeypatch.context() as patched:
         patched.setattr("ghostclip.engine.privacy_engine.keep_unsynchronised", lambda model: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            PrivacyEngine(model, optimizer, runs.data(), **options)
-    runs.train(PrivacyEngine(model, optimizer, runs.data(), **options), 1)
+            runs.engine_for(model, optimizer, ledger=ledger)
+    runs.train(runs.engine_for(model, optimizer, ledger=ledger), 1)
 
 
 def test_a_guarantee_without_noise_says_so(model: nn.Module) -> None:
@@ -212,12 +207,11 @@ def test_a_guarantee_without_noise_says_so(model: nn.Module) -> None:
 def test_a_hook_on_a_parameter_is_refused(model: nn.Module, register: str, options: dict[str, Any]) -> None:
     """It could make a clipped sum as large as it likes, before the noise is added."""
     engine = runs.engine_for(model, max_physical_batch_size=3, **options)
-    engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    runs.train(engine, 1)
     handle = getattr(model[0].weight, register)(lambda *given: None)
-    with pytest.raises(PrivacyError, match=r"'0\.weight' has a hook"):
-        runs.engine_for(model, **options)
-    with pytest.raises(PrivacyError, match=r"'0\.weight' has a hook"):
-        engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    for work in (lambda: runs.engine_for(model, **options), lambda: runs.train(engine, 1)):
+        with pytest.raises(PrivacyError, match=r"'0\.weight' has a hook"):
+            work()
     handle.remove()
-    engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    runs.train(engine, 1)
     assert engine.steps_taken == 2

@@ -12,6 +12,7 @@ from typing import Any
 import private_runs as runs
 import pytest
 import torch
+from case_models import Wired
 from ledgers import EVENT, spent
 from torch import nn
 
@@ -58,37 +59,23 @@ def no_callbacks_of_the_collector() -> Iterator[None]:
     gc.callbacks.extend(callbacks)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LSTM(4, 5, batch_first=True), nn.GRU(5, 3, batch_first=True)
-        self.norm = nn.LayerNorm(3)
-
-    def forward(self, x: Any) -> Any:
-        return self.norm(self.second(self.first(x)[0])[0])
-
-
 def squares(model: nn.Module, x: Any) -> Any:
     return model(x).square().flatten(1).sum(1)
 
 
-def clip_in_two_calls(second_pass: str) -> Callable[[], None]:
-    clipper, x = GhostClipper(Recurrent(), second_pass=second_pass), torch.randn(3, 4, 4)
+def recurrent(m: Any, x: Any) -> Any:
+    return m.norm(m.second(m.first(x)[0])[0])
+
+
+def clip(second_pass: str) -> Callable[[], None]:
+    parts = {"first": nn.LSTM(4, 5, batch_first=True), "second": nn.GRU(5, 3, batch_first=True)}
+    model, x = Wired(recurrent, **parts, norm=nn.LayerNorm(3)), torch.randn(3, 4, 4)
+    clipper = GhostClipper(model, second_pass=second_pass)
 
     def work() -> None:
-        clipper.model.zero_grad()
-        clipper.backward(squares(clipper.model, x))
-        clipper.norms(squares(clipper.model, x), per="layer")
-
-    return work
-
-
-def clip_at_once() -> Callable[[], None]:
-    clipper = GhostClipper(nn.Sequential(nn.Conv2d(2, 3, 3), nn.GroupNorm(1, 3)), second_pass="cached")
-    x = torch.randn(4, 2, 5, 5)
-
-    def work() -> None:
-        clipper.model.zero_grad()
+        model.zero_grad()
+        clipper.backward(squares(model, x))
+        clipper.norms(squares(model, x), per="layer")
         clipper.clip(squares, x)
         clipper.verify(squares, x)
 
@@ -107,9 +94,8 @@ def train(loop: Callable[[PrivacyEngine], Any], compiled: bool = False) -> Calla
 
 
 WORK: dict[str, Callable[[], Callable[[], None]]] = {
-    "reweight": lambda: clip_in_two_calls("reweight"),
-    "cached": lambda: clip_in_two_calls("cached"),
-    "clip and verify": clip_at_once,
+    "reweight": lambda: clip("reweight"),
+    "cached": lambda: clip("cached"),
     "engine.step": lambda: train(runs.train),
     "a loop of one's own": lambda: train(runs.train_by_hand),
     "compiled": lambda: train(runs.train, compiled=True),

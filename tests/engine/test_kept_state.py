@@ -22,13 +22,13 @@ class Codebook(nn.Module):
     """Adds to each row the nearest of three codes, which follow the rows by exponential averages (VQ-VAE).
 
     Args:
-        write: (module, codes [3, WIDTH]) -> None: keeps them.
+        write: how it keeps them, a name of WRITES.
         kind: "buffer", "attribute", "array" or "parameter".
     """
 
     def __init__(self, write, kind):
         super().__init__()
-        self.write, codes = write, torch.randn(3, WIDTH)
+        self.write, codes = WRITES[write], torch.randn(3, WIDTH)
         if kind == "buffer":
             self.register_buffer("codes", codes)
         elif kind == "parameter":
@@ -78,84 +78,41 @@ class AtFirst(nn.Module):
         return x - self.mean
 
 
-class Lagging(nn.Module):
-    """Takes off the mean of the batch before, in a container that never grows."""
+class InContainer(nn.Module):
+    """Takes off the mean of what a list, dict, set or deque holds; ``put`` (container, mean) puts batches' means in."""
 
-    def __init__(self, container):
+    def __init__(self, container, put):
         super().__init__()
-        self.calls, self.means = 0, container
+        self.calls, self.means, self.put = 0, container, put
 
     def forward(self, x):
         self.calls += 1
-        (last,) = self.means.values() if isinstance(self.means, dict) else self.means
-        if isinstance(self.means, set):
-            self.means.clear()
-            self.means.add(x.detach().mean(0))
-        else:
-            self.means[0] = x.detach().mean(0)
-        return x - last
+        held = [*(self.means.values() if isinstance(self.means, dict) else self.means)]
+        self.put(self.means, x.detach().mean(0))
+        return x - torch.stack(held).mean(0) if held else x
 
 
-class InContainer(nn.Module):
-    """Takes off the mean of the first batch, or of all so far, which it keeps in a list, dict, set or deque."""
-
-    def __init__(self, container, used):
-        super().__init__()
-        self.means, self.used = container, used
-
-    def forward(self, x):
-        mean = x.detach().mean(0)
-        if isinstance(self.means, dict):
-            self.means[len(self.means)] = mean
-        elif isinstance(self.means, set):
-            self.means.add(mean)
-        else:
-            self.means.append(mean)
-        kept = [*(self.means.values() if isinstance(self.means, dict) else self.means)]
-        return x - torch.stack(kept[self.used]).mean(0)
+def replace(container, mean):
+    if isinstance(container, set):
+        container.clear()
+        container.add(mean)
+    else:
+        container[0] = mean
 
 
-FIRST, ALL = slice(0, 1), slice(None)
-
-
-def through_data(module, codes):
-    module.codes.data.copy_(codes)
-
-
-def through_numpy(module, codes):
-    module.codes.numpy()[:] = codes.numpy()
-
-
-def exchanged_data(module, codes):
-    module.codes.data = codes.clone()
-
-
-def exchanged(module, codes):
-    module.codes = codes.clone()
-
-
-def in_place(module, codes):
-    module.codes.copy_(codes)
-
-
-def through_setattr(module, codes):
-    object.__setattr__(module, "codes", codes.clone())
-
-
-def as_an_array(module, codes):
-    module.codes = codes.numpy().copy()
-
-
-def within_an_array(module, codes):
-    module.codes[:] = codes.numpy()
-
-
-CODEBOOKS = [
-    *((write, kind) for kind in ("buffer", "attribute")
-      for write in (through_data, through_numpy, exchanged_data, exchanged, in_place)),
-    (through_setattr, "attribute"), (as_an_array, "attribute"), (within_an_array, "array"),
-]  # fmt: skip
-FROZEN = [(write, "parameter") for write in (through_data, exchanged_data, in_place)]
+# How codes [3, WIDTH] are kept.
+WRITES = {
+    "through data": lambda module, codes: module.codes.data.copy_(codes),
+    "through numpy": lambda module, codes: np.copyto(module.codes.numpy(), codes.numpy()),
+    "exchanged data": lambda module, codes: setattr(module.codes, "data", codes.clone()),
+    "exchanged": lambda module, codes: setattr(module, "codes", codes.clone()),
+    "in place": lambda module, codes: module.codes.copy_(codes),
+    "through setattr": lambda module, codes: object.__setattr__(module, "codes", codes.clone()),
+    "as an array": lambda module, codes: setattr(module, "codes", codes.numpy().copy()),
+    "within an array": lambda module, codes: np.copyto(module.codes, codes.numpy()),
+}
+TENSORS = [(write, kind) for kind in ("buffer", "attribute") for write in list(WRITES)[:5]]
+CODEBOOKS = [*TENSORS, ("through setattr", "attribute"), ("as an array", "attribute"), ("within an array", "array")]
 
 
 def bank(most):
@@ -170,24 +127,21 @@ KEEPING: dict[str, Callable[[], nn.Module]] = {
     "the last batch": lambda: Kept(bank(1)),
     "the first batch": lambda: Kept(lambda kept, x: x if kept is None else kept, None),
     "a buffer registered in the first forward": AtFirst,
-    "the first batch in a list": lambda: InContainer([], FIRST),
-    "all batches in a list": lambda: InContainer([], ALL),
-    "the first batch in a dict": lambda: InContainer({}, FIRST),
-    "all batches in a set": lambda: InContainer(set(), ALL),
-    **{
-        f"the batch before in a {type(each).__name__}": lambda of=each: Lagging(of.copy())
-        for each in (
-            [torch.zeros(WIDTH)],
-            {0: torch.zeros(WIDTH)},
-            {torch.zeros(WIDTH)},
-            deque([torch.zeros(WIDTH)], 1),
-        )
-    },
-    "the last two batches": lambda: InContainer(deque(maxlen=2), ALL),
+    "the first batch in a list": lambda: InContainer([], lambda means, mean: means or means.append(mean)),
+    "all batches in a list": lambda: InContainer([], list.append),
+    "the first batch in a dict": lambda: InContainer({}, lambda means, mean: means.setdefault(0, mean)),
+    "all batches in a set": lambda: InContainer(set(), set.add),
+    "the batch before in a list": lambda: InContainer([torch.zeros(WIDTH)], replace),
+    "the batch before in a dict": lambda: InContainer({0: torch.zeros(WIDTH)}, replace),
+    "the batch before in a set": lambda: InContainer({torch.zeros(WIDTH)}, replace),
+    "the batch before in a deque": lambda: InContainer(deque([torch.zeros(WIDTH)], 1), replace),
+    "the last two batches": lambda: InContainer(deque(maxlen=2), deque.append),
     "a buffer of a module that draws": lambda: Kept(
         lambda kept, x: 0.9 * kept + 0.1 * x.mean(0), torch.zeros(1, WIDTH), registered=True, drawing=True
     ),
-    **{f"a frozen parameter, {write.__name__}": lambda of=(write, kind): Codebook(*of) for write, kind in FROZEN},
+    "a frozen parameter, through data": lambda: Codebook("through data", "parameter"),
+    "a frozen parameter, exchanged data": lambda: Codebook("exchanged data", "parameter"),
+    "a frozen parameter, in place": lambda: Codebook("in place", "parameter"),
 }
 
 
@@ -218,16 +172,16 @@ def test_a_codebook_that_follows_private_embeddings_is_refused(write, kind):
 @pytest.mark.parametrize("container", [[0], {0: 0}, {0}, deque([0])], ids=repr)
 def test_what_lists_and_the_like_of_a_model_have_in_them_is_as_before_a_trial(container):
     before = container.copy()
-    layer = InContainer(container, ALL)
-    with trial.without_trace(layer), pytest.raises(TypeError, match="expected Tensor"):
-        layer(torch.randn(2, 3))
+    layer = InContainer(container, replace)
+    with trial.without_trace(layer):
+        layer.put(layer.means, 7)
     assert layer.means is container
     assert container == before
 
 
 def test_what_holds_tensors_is_named_before_numbers():
     with pytest.raises(UnsupportedModelError, match=r"in the attribute '1\.means'"):
-        steps(model_of(Lagging([torch.zeros(WIDTH)])), 12)
+        steps(model_of(InContainer([torch.zeros(WIDTH)], replace)), 12)
 
 
 def test_a_module_s_list_of_its_parameters_is_left_alone_by_a_trial():
@@ -244,7 +198,7 @@ def test_what_follows_the_batch_in_shape_or_hides_is_refused(name):
         steps(model_of(KEEPING[name]()), 12)
 
 
-@pytest.mark.parametrize(("write", "kind"), CODEBOOKS[:10])
+@pytest.mark.parametrize(("write", "kind"), TENSORS)
 def test_check_finds_it(write, kind):
     torch.manual_seed(2)
     batch = [torch.randn(6, 5), torch.arange(6) % 3]

@@ -10,7 +10,8 @@ import numpy as np
 import private_runs as runs
 import pytest
 import torch
-from case_models import Wired
+from case_models import By, Wired
+from mixing_losses import weights_over_their_sum
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -20,7 +21,6 @@ from ghostclip.clipper.random_states import random_states
 from ghostclip.clipper.trial import without_trace
 from ghostclip.clipping import Custom, PerLayer
 from ghostclip.nn import GhostLayer
-from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.self_check import agreement
 
@@ -72,11 +72,7 @@ def by_compiled_step(engine: PrivacyEngine) -> None:
     by_step(engine)
 
 
-def by_backward(engine: PrivacyEngine, loss_fn: Callable[..., Tensor] = runs.losses_of) -> None:
-    for examples in next(iter(engine.batches())).physical():
-        engine.backward(loss_fn(engine.model, examples))
-    engine.optimizer.step()
-    engine.optimizer.zero_grad()
+by_backward = runs.train_by_hand
 
 
 def assert_refused(engine: PrivacyEngine, message: str, step: Callable[..., None], *loss_fn: Any) -> None:
@@ -102,29 +98,15 @@ def test_a_check_that_was_switched_off_does_not_run() -> None:
     assert engine.steps_taken == 1
 
 
-def test_wrong_sums_of_right_norms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = LinearPair.weighted_sums
-    monkeypatch.setattr(LinearPair, "weighted_sums", lambda self, weights: [2 * each for each in sums(self, weights)])
-    assert_refused(whole_batches(runs.network(), second_pass="cached"), r"0\.weight \(1\)", by_step)
-
-
-def weighted_by_the_batch(model: nn.Module, examples: list[Tensor]) -> Tensor:
-    x, _ = examples
-    weights = x.square().sum(1)
-    return runs.losses_of(model, examples) * weights / weights.mean()
-
-
-class Centred(nn.Module):
+def centred() -> nn.Module:
     """Subtracts the batch's mean, and doesn't differentiate it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.detach().mean(0)
+    return By(lambda x: x - x.detach().mean(0))
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_a_module_in_which_examples_meet_is_named(size: int) -> None:
-    model = nn.Sequential(nn.Linear(5, 4), Centred(), nn.Dropout(0.2), nn.Linear(4, 3))
-    assert_refused(whole_batches(model, runs.data(size)), r"^1: Centred.*examples that mix; use a layer", by_step)
+    model = nn.Sequential(nn.Linear(5, 4), centred(), nn.Dropout(0.2), nn.Linear(4, 3))
+    assert_refused(whole_batches(model, runs.data(size)), r"^1: By.*examples that mix; use a layer", by_step)
 
 
 def test_a_batch_that_is_not_finite_is_not_compared_but_a_later_one_is() -> None:
@@ -150,20 +132,12 @@ class Tracking(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("later", [True, False])
-def test_as_many_features_as_examples_hide_no_mixing(later: bool) -> None:
-    dataset = TensorDataset(torch.randn(10, 5), torch.arange(10) % 3)
-    model = nn.Sequential(Centred(), nn.Linear(5, 3))
-    engine = runs.engine_for(model, dataset=dataset, batch_size=5, sampling="without_replacement")
-    if later:
-        engine = runs.engine_for(model, dataset=dataset, batch_size=10, max_physical_batch_size=5)
-
-    def train() -> None:
-        for _ in range(5):
-            engine.step(next(iter(engine.batches())), runs.losses_of)
-
-    with pytest.raises(VerificationError, match="0: Centred"):
-        train()
+@pytest.mark.parametrize("options", [{"batch_size": 5}, {"batch_size": 10, "max_physical_batch_size": 5}])
+def test_as_many_features_as_examples_hide_no_mixing(options: dict[str, Any]) -> None:
+    model = nn.Sequential(centred(), nn.Linear(5, 3))
+    engine = runs.engine_for(model, dataset=runs.data(10), sampling="without_replacement", **options)
+    with pytest.raises(VerificationError, match="0: By"):
+        runs.train(engine, 5)
 
 
 def shaken(model: nn.Module, examples: list[Tensor]) -> Tensor:
@@ -190,10 +164,9 @@ def test_checking_changes_nothing(options: dict[str, Any], step: Callable[..., N
 
 
 def test_a_single_example_has_no_company() -> None:
-    engine = whole_batches(runs.network(), runs.data(5), max_physical_batch_size=1)
-    by_step(engine, weighted_by_the_batch)  # by itself, alone in its batch, an example can't mix with any
+    engine = whole_batches(runs.network(), max_physical_batch_size=1)
+    by_step(engine, weights_over_their_sum)  # by itself, alone in its batch, an example can't mix with any
     assert engine.steps_taken == 1
-    assert not engine._steps._self_check._to_compare
 
 
 def test_a_trial_ends_as_it_began_even_by_an_error() -> None:
@@ -264,8 +237,7 @@ def adapted() -> Wired:
 
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 def test_nothing_is_said_when_all_is_well(said: Callable[[], str], noise: float) -> None:
-    for _ in range(2):
-        by_step(whole_batches(adapted(), noise_multiplier=noise))
+    runs.train(whole_batches(adapted(), noise_multiplier=noise), 2)
     assert said() == ""
 
 
@@ -273,9 +245,7 @@ def test_a_parameter_no_loss_depends_on_is_named_once(said: Callable[[], str]) -
     model = adapted()
     model.base.requires_grad_(True)
     model.spare = nn.Linear(2, 2)
-    engine = whole_batches(model)
-    by_step(engine)
-    by_step(engine)
+    runs.train(whole_batches(model), 2)
     assert "no loss of the first batch depends on spare.weight, spare.bias:" in said()
     assert "the optimizer" not in said().partition("Freeze")[0]
 
@@ -294,20 +264,18 @@ def test_a_parameter_the_optimizer_does_not_hold_is_named(said: Callable[[], str
     assert "the optimizer doesn't hold 0.weight, 0.bias:" in said()
 
 
-def freeze(engine: PrivacyEngine) -> None:
-    engine.model[0].requires_grad_(False)
-
-
-def load_old_state(engine: PrivacyEngine) -> None:
-    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
-
-
 @pytest.mark.parametrize(
     ("change", "line"),
     [
         (lambda engine: engine.model.eval(), "in eval mode, without dropout: call model.train()"),
-        (freeze, "2 of the parameters that were trained so far are frozen"),
-        (load_old_state, "put another state into the optimizer in mid-run"),
+        (
+            lambda engine: engine.model[0].requires_grad_(False),
+            "2 of the parameters that were trained so far are frozen",
+        ),
+        (
+            lambda engine: engine.optimizer.load_state_dict(engine.optimizer.state_dict()),
+            "put another state into the optimizer in mid-run",
+        ),
     ],
 )
 def test_a_change_in_mid_run_is_said_once(caplog: Any, tmp_path: Any, change: Any, line: str) -> None:
@@ -350,11 +318,10 @@ def test_losses_without_a_loss_function_are_said_to_be_untested(caplog: pytest.L
 def test_a_batch_that_had_its_step_is_let_go_of() -> None:
     """It holds the workers of its data loader, which end promptly where nothing else refers to them."""
     engine = whole_batches(runs.network())
-    batches = iter(engine.batches())
-    batch = next(batches)
+    batch = next(iter(engine.batches()))
     engine.step(batch, runs.losses_of)
     seen = weakref.ref(batch)
-    del batch, batches
+    del batch
     assert seen() is None
 
 
@@ -395,7 +362,7 @@ def test_a_rule_that_sums_otherwise_than_it_measures_is_refused(options: dict[st
     data = TensorDataset(torch.randn(6, 2, 5), torch.randn(6))
     engine = whole_batches(model, data, **options)
     with pytest.raises(VerificationError, match=r"2\.weight"):
-        engine.step(next(iter(engine.batches())), lambda model, batch: model(batch[0]).square().sum((1, 2)))
+        by_step(engine, lambda model, batch: model(batch[0]).square().sum((1, 2)))
 
 
 def test_rounding_errors_are_compared_with_no_gradient_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,6 +371,5 @@ def test_rounding_errors_are_compared_with_no_gradient_of_zero(monkeypatch: pyte
     monkeypatch.setattr(
         agreement, "_gradients", lambda *given: {name: 0 * grad for name, grad in original(*given).items()}
     )
-    engine = whole_batches(runs.network())
-    engine.step(next(iter(engine.batches())), runs.losses_of)
+    by_step(engine := whole_batches(runs.network()))
     assert engine.steps_taken == 1

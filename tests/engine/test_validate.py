@@ -44,8 +44,3 @@ def test_one_of_names_the_choices() -> None:
     assert validate.one_of(("pld", "rdp"), accountant="rdp") == "rdp"
     with pytest.raises(ValueError, match=r"accountant must be one of 'pld', 'rdp'; got 'PLD'"):
         validate.one_of(("pld", "rdp"), accountant="PLD")
-
-
-def test_a_check_takes_exactly_one_name() -> None:
-    with pytest.raises(ValueError, match="unpack"):
-        validate.positive(a=1.0, b=2.0)
