@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import oracle
 import private_runs as runs
 import pytest
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 import ghostclip
-from ghostclip.clipper.second_pass import ParameterSums
 from ghostclip.clipping import PerLayer
 
 NORM, RATE = 0.5, 0.5
@@ -86,23 +86,6 @@ def scaled_loop(engine: Any, between: Callable[[], None]) -> None:
         engine.optimizer.zero_grad()
 
 
-def closures(engine: Any, between: Callable[[], None]) -> None:
-    for batch in engine.batches():
-
-        def closure(batch: Any = batch) -> None:
-            engine.optimizer.zero_grad()
-            for examples in batch.physical():
-                engine.backward(runs.losses_of(engine.model, examples))
-                between()
-
-        engine.optimizer.step(closure)
-        engine.optimizer.zero_grad()
-
-
-def loop(engine: Any, between: Callable[[], None]) -> None:
-    runs.train_by_hand(engine, between=between)
-
-
 def whole_steps(engine: Any, between: Callable[[], None]) -> None:
     """Between the passes of `engine.step` and its update comes the charge."""
     charge = engine._steps.release.charge
@@ -119,11 +102,11 @@ def compiled(engine: Any, between: Callable[[], None]) -> None:
 USERS = [row // 2 for row in range(24)]
 # By name: how to train, and with which options.
 WAYS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
-    "loop": (loop, {}),
-    "bfloat16": (loop, {"dtype": torch.bfloat16}),
-    "users": (loop, {"unit_ids": USERS, "batch_size": 6, "max_physical_batch_size": 4}),
-    "layers": (loop, {"clipping": PerLayer(NORM)}),
-    "closures": (closures, {}),
+    "loop": (runs.train_by_hand, {}),
+    "bfloat16": (runs.train_by_hand, {"dtype": torch.bfloat16}),
+    "users": (runs.train_by_hand, {"unit_ids": USERS, "batch_size": 6, "max_physical_batch_size": 4}),
+    "layers": (runs.train_by_hand, {"clipping": PerLayer(NORM)}),
+    "closures": (runs.train_by_closure, {}),
     "scaler": (scaled_loop, {"loss_scale": GradScaler("cpu")}),
     "step": (whole_steps, {}),
     "compiled": (compiled, {"max_physical_batch_size": None, "self_check": False}),
@@ -142,7 +125,7 @@ def trained(way: str, write: Callable[[nn.Module], Any] | None = None) -> Tensor
         if write is not None:
             write(engine.model)
 
-    train(engine, between)
+    train(engine, between=between)
     assert len(seen) >= 2
     return runs.weights(engine.model)
 
@@ -163,22 +146,19 @@ def test_what_is_written_between_backward_and_step_has_no_effect(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_released_gradient_is_the_clipped_mean(dtype: torch.dtype) -> None:
     engine = engine_for(dtype)
-    plain = ghostclip.GhostClipper(runs.network(dtype))
-    total = [torch.zeros_like(p, dtype=torch.float64) for p in plain.model.parameters()]
-    batch = next(runs.nonempty(engine))
-    for examples in batch.physical():
+    model = runs.network(dtype)
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    for examples in next(runs.nonempty(engine)).physical():
         engine.backward(runs.losses_of(engine.model, examples))
         assigned(engine.model)
-        found = plain.per_example_grads(runs.losses_of(plain.model, examples))
-        norms = torch.stack([each.double().flatten(1).norm(dim=1) for each in found.values()]).norm(dim=0)
-        weights = (NORM / norms).clamp(max=1.0)
-        for into, each in zip(total, found.values(), strict=True):
-            into += torch.einsum("b,b...->...", weights, each.double())
+        found = oracle.grads_of_single_losses(model, runs.losses_of(model, examples))
+        for name, each in oracle.clipped_sum({name: each.double() for name, each in found.items()}, NORM).items():
+            total[name] += each
     engine.optimizer.step()
     near = {torch.float32: 1e-5, torch.float64: 1e-9, torch.bfloat16: 1e-2}[dtype]
-    for parameter, expected in zip(engine.model.parameters(), total, strict=True):
-        slack = near * float(expected.abs().max())
-        torch.testing.assert_close(parameter.grad.double(), expected / 12, rtol=near, atol=slack)
+    for name, expected in total.items():
+        grad, slack = engine.model.get_parameter(name).grad, near * float(expected.abs().max())
+        torch.testing.assert_close(grad.double(), expected / 12, rtol=near, atol=slack)
 
 
 def test_sums_are_the_engine_s_alone_where_a_parameter_is_frozen_or_not_held() -> None:
@@ -222,23 +202,6 @@ def test_a_gradient_added_to_what_a_step_left_is_refused() -> None:
     examples = next(next(batches).physical())
     with pytest.raises(ghostclip.GradientLeakError, match=r"optimizer\.zero_grad\(\)"):
         engine.backward(runs.losses_of(engine.model, examples))
-
-
-def test_a_first_amount_is_kept_as_it_is() -> None:
-    parameter = nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16))
-    sums, amount = ParameterSums({0: parameter, 1: parameter}), torch.ones(4, 3)
-    sums.add((0, None), amount)
-    assert sums.totals[0] is amount
-    sums.add((0, (1, 3)), torch.ones(2, 3))
-    sums.add((1, (1, 3)), torch.ones(2, 3))
-    assert sums.totals[0].sum(1).tolist() == [3.0, 6.0, 6.0, 3.0]
-    assert sums.totals[1].sum(1).tolist() == [0.0, 3.0, 3.0, 0.0]
-    assert sums.totals[1].dtype == torch.float32
-    number = nn.Parameter(torch.zeros(()))
-    numbers = ParameterSums({0: number})
-    for _ in range(3):
-        numbers.add((0, None), torch.ones(()))
-    assert numbers.totals[0] == 3
 
 
 SHARDED = ["assigned", "data", "zeros", "backward", "other optimizers"]

@@ -1,5 +1,6 @@
 """Memory that runs out: the batch is divided, or discarded uncharged with an error that says what to do."""
 
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -160,14 +161,10 @@ class Pair(NamedTuple):
     right: Any
 
 
-class Bag(dict):
-    """A mapping of someone's own."""
-
-
 def test_rows_are_taken_from_any_nesting() -> None:
     numbers = torch.arange(12).view(6, 2)
-    found = slice_rows(Bag(a=[numbers, (numbers, None)], b=Pair(numbers, numbers[:, 0])), 6, 2, 4)
-    assert type(found) is Bag
+    found = slice_rows(UserDict(a=[numbers, (numbers, None)], b=Pair(numbers, numbers[:, 0])), 6, 2, 4)
+    assert type(found) is UserDict
     assert type(found["b"]) is Pair
     for part in (found["a"][0], found["a"][1][0], found["b"].left):
         assert torch.equal(part, numbers[2:4])

@@ -7,13 +7,13 @@ from typing import Any
 import private_runs as runs
 import pytest
 import torch
+from case_models import By, Wired
 from charged_steps import MOVED, assert_all_refuse, private, steps
 from lookaheads import LOOKAHEADS, around, pull_back
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ghostclip import PrivacyError
-from ghostclip.engine import PrivacyEngine
 
 OTHERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
@@ -191,13 +191,7 @@ def test_modules_without_parameters_may_come_and_go() -> None:
     assert steps(engine).steps_taken == 3
 
 
-def by_closure(engine: PrivacyEngine) -> None:
-    for batch in engine.batches():
-        engine.optimizer.step(lambda batch=batch: runs.gather(engine, batch))
-        engine.optimizer.zero_grad()
-
-
-LOOPS = {"by hand": runs.train_by_hand, "closure": by_closure, "engine.step": runs.train}
+LOOPS = {"by hand": runs.train_by_hand, "closure": runs.train_by_closure, "engine.step": runs.train}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -247,35 +241,21 @@ def test_the_engine_of_an_inner_optimizer_names_the_outer_one(name: str) -> None
         train()
 
 
-class Constrained(nn.Module):
-    """A network whose forward writes to a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lift, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.lift.weight.copy_(torch.renorm(self.lift.weight, 2, 0, 0.5))
-        return self.head(self.lift(x).tanh())
+def constrained(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.lift.weight.copy_(torch.renorm(m.lift.weight, 2, 0, 0.5))
+    return m.head(m.lift(x).tanh())
 
 
 @pytest.mark.parametrize("loop", ["by hand", "engine.step"])
 def test_a_forward_that_writes_to_a_weight_is_told_what_to_do(loop: str) -> None:
     with pytest.raises(PrivacyError, match=r"where a forward writes.*accept_parameters.*max-norm constraint"):
-        LOOPS[loop](private(Constrained()))
-
-
-class MaxNorm(nn.Module):
-    """Rows of a weight of at most norm 0.5."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return torch.renorm(weight, 2, 0, 0.5)
+        LOOPS[loop](private(Wired(constrained, lift=nn.Linear(5, 8), head=nn.Linear(8, 3))))
 
 
 def test_a_parametrization_constrains_a_weight() -> None:
     model = runs.network()
-    parametrize.register_parametrization(model[0], "weight", MaxNorm())
+    parametrize.register_parametrization(model[0], "weight", By(lambda weight: torch.renorm(weight, 2, 0, 0.5)))
     engine = private(model)
     for loop in LOOPS.values():
         loop(engine)

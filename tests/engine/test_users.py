@@ -7,6 +7,7 @@ import numpy as np
 import private_runs as runs
 import pytest
 import torch
+from case_models import Wired
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -19,50 +20,42 @@ IDS = ["c", "a", "b", "a", "d", "a", "c", "e", "a", "e", "f", "g", "a", "h", "g"
 ROWS = len(IDS)
 
 
-class Tokens(nn.Module):
-    """Embedding, attention, normalization and a head over the mean of the positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 3)
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        seen = self.norm(self.embed(tokens))
-        return self.head((seen + self.attention(seen, seen, seen, need_weights=False)[0]).mean(1))
+def of_tokens(m: Any, tokens: Tensor) -> Tensor:
+    seen = m.norm(m.embed(tokens))
+    return m.head((seen + m.attention(seen, seen, seen, need_weights=False)[0]).mean(1))
 
 
-class TimeFirst(nn.Module):
+def attentive() -> nn.Module:
+    attention = nn.MultiheadAttention(6, 2, batch_first=True)
+    parts = {"embed": nn.Embedding(11, 6), "norm": nn.LayerNorm(6), "head": nn.Linear(6, 3)}
+    return Wired(of_tokens, attention=attention, **parts)
+
+
+def over_time(m: Any, sequences: Tensor) -> Tensor:
     """Layers over [time, rows, features], which are told so by ``batch_dim``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lift, self.norm, self.gru, self.head = nn.Linear(3, 4), nn.LayerNorm(4), nn.GRU(4, 5), nn.Linear(5, 3)
-
-    def forward(self, sequences: Tensor) -> Tensor:
-        seen = self.norm(self.lift(sequences.transpose(0, 1))).tanh()
-        return self.head(self.gru(seen)[0]).mean(0)
+    seen = m.norm(m.lift(sequences.transpose(0, 1))).tanh()
+    return m.head(m.gru(seen)[0]).mean(0)
 
 
-class Folded(nn.Module):
+def time_first() -> nn.Module:
+    parts = {"lift": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "gru": nn.GRU(4, 5), "head": nn.Linear(5, 3)}
+    return wrap(Wired(over_time, **parts), batch_dim=1)
+
+
+def folded(m: Any, sequences: Tensor) -> Tensor:
     """Linear layers over [positions x rows, features]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lift, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
-
-    def forward(self, sequences: Tensor) -> Tensor:
-        rows, steps, _ = sequences.shape
-        folded = sequences.transpose(0, 1).flatten(0, 1)
-        return self.head(self.lift(folded).tanh()).view(steps, rows, 3).mean(0)
+    rows, steps, _ = sequences.shape
+    return m.head(m.lift(sequences.transpose(0, 1).flatten(0, 1)).tanh()).view(steps, rows, 3).mean(0)
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear": (runs.network, lambda: torch.randn(ROWS, 5)),
-    "tokens": (Tokens, lambda: torch.randint(0, 11, (ROWS, 4))),
-    "time first": (lambda: wrap(TimeFirst(), batch_dim=1), lambda: torch.randn(ROWS, 6, 3)),
-    "folded, positions first": (Folded, lambda: torch.randn(ROWS, 6, 3)),
-}
+    "tokens": (attentive, lambda: torch.randint(0, 11, (ROWS, 4))),
+    "time first": (time_first, lambda: torch.randn(ROWS, 6, 3)),
+    "folded, positions first": (
+        lambda: Wired(folded, lift=nn.Linear(3, 4), head=nn.Linear(4, 3)), lambda: torch.randn(ROWS, 6, 3),
+    ),
+}  # fmt: skip
 
 
 def build(name: str) -> tuple[nn.Module, TensorDataset]:
@@ -106,17 +99,6 @@ def test_sums_equal_the_loop_over_users(name: str, limit: int | None, second_pas
         engine.optimizer.zero_grad()
 
 
-class Permuted(nn.Module):
-    """Rows in another order between two layers, which isn't undone behind them."""
-
-    def __init__(self, order: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.lift, self.head, self.order = nn.Linear(5, 4), nn.Linear(4, 3), order
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lift(x).tanh()[self.order(x)])
-
-
 ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
     "shifted": lambda x: torch.arange(len(x)).roll(1),
     "at random": lambda x: torch.randperm(len(x)),
@@ -126,10 +108,10 @@ ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_rows_that_are_permuted_between_users_are_noticed(name: str) -> None:
-    """Each loss depends on one row, which is another user's."""
+    """Between two layers, and not put back behind them: each loss depends on one row, which is another user's."""
     _, data = build("linear")
-    engine = runs.engine_for(Permuted(ORDERS[name]).double(), None, data, unit_ids=IDS, batch_size=9)
-
+    permuted = Wired(lambda m, x: m.head(m.lift(x).tanh()[ORDERS[name](x)]), lift=nn.Linear(5, 4), head=nn.Linear(4, 3))
+    engine = runs.engine_for(permuted.double(), None, data, unit_ids=IDS, batch_size=9)
     with pytest.raises(ExamplesMixError):
         runs.train(engine, 40)
 

@@ -96,6 +96,20 @@ def train_by_hand(engine: PrivacyEngine, loss_fn: Any = losses_of, between: Call
         engine.optimizer.zero_grad()
 
 
+def train_by_closure(engine: PrivacyEngine, between: Callable[[], Any] = lambda: None) -> None:
+    """The same by closures, which the optimizer's steps call."""
+    for batch in engine.batches():
+
+        def closure(batch: Any = batch) -> None:
+            engine.optimizer.zero_grad()
+            for examples in batch.physical():
+                engine.backward(losses_of(engine.model, examples))
+                between()
+
+        engine.optimizer.step(closure)
+        engine.optimizer.zero_grad()
+
+
 def grads(model: nn.Module) -> Tensor:
     """All gradients, in one vector."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
