@@ -9,8 +9,7 @@ import private_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import examples, on_ranks
-from scipy import stats
+from ranks import assert_independent_noise, examples, on_ranks
 from sharded import QUIET, grads, sharded
 from torch import Tensor, nn
 
@@ -20,8 +19,6 @@ from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation
 pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
 
 STEPS, SIGMA, MAX_NORM, BATCH = 6, 1.5, 2.0, 4
-# Chance of each of some forty comparisons to fail by itself.
-RARE = 1e-7
 CORRELATIONS: dict[str, tuple[Correlation, str]] = {
     "banded": (BandedToeplitz(bands=3), "cyclic_poisson"),
     "buffers": (BufferedToeplitz(buffers=2), "cyclic"),
@@ -62,15 +59,6 @@ def noise_of(model: nn.Module) -> np.ndarray:
     return torch.cat([each.flatten() for each in grads(model).values()]).numpy() * BATCH / (SIGMA * MAX_NORM)
 
 
-def assert_independent(fresh: np.ndarray) -> None:
-    """Rows are independent of each other, with variance 1."""
-    numbers = fresh.shape[1]
-    squares = (fresh**2).sum(1)
-    assert np.minimum(stats.chi2.cdf(squares, numbers), stats.chi2.sf(squares, numbers)).min() > RARE
-    correlations = np.corrcoef(fresh)[np.triu_indices(len(fresh), 1)]
-    assert np.abs(correlations).max() * numbers**0.5 < stats.norm.isf(RARE)
-
-
 @pytest.mark.parametrize("name", CORRELATIONS)
 @pytest.mark.parametrize(
     ("first", "second", "hybrid"),
@@ -80,19 +68,16 @@ def test_c_times_the_noise_of_all_shards_is_independent(
     name: str, first: int, second: int, hybrid: bool, tmp_path: Path
 ) -> None:
     """Before and after a checkpoint, which another number of ranks goes on from; 0: one process, nothing sharded."""
-    place, ranks = tmp_path / "runs", tmp_path / "ranks"
-    ranks.mkdir()
 
     def on(size: int, restore: bool, hybrid: bool = False) -> np.ndarray:
-        work = partial(released, name, place, restore, STEPS // 2, hybrid)
-        found = on_ranks(work, ranks, size) if size else [work()]
+        found = on_ranks(partial(released, name, tmp_path / "runs", restore, STEPS // 2, hybrid), tmp_path, size)
         assert all(np.array_equal(each, found[0]) for each in found)
         return np.array(found[0])
 
     noise = np.concatenate([on(first, False, hybrid), on(second, True)])
-    assert_independent(CORRELATIONS[name][0].matrix(steps=STEPS) @ noise)
+    assert_independent_noise(CORRELATIONS[name][0].matrix(steps=STEPS) @ noise)
     with pytest.raises(AssertionError):
-        assert_independent(noise)
+        assert_independent_noise(noise)
 
 
 def interrupted() -> tuple[list[int], str]:

@@ -1,7 +1,6 @@
 """Models under FSDP2 whose parameters come when layers need them: the engine's sums are those of single examples."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ import private_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from case_fallback import with_parameters
+from case_models import Wired
+from ranks import on_ranks, outcome
 from sharded import QUIET, losses_of_words, rows, settled, sharded, tagger, whole, words
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -39,54 +40,36 @@ class Blocks(nn.Module):
         return input
 
 
-class Last(nn.Module):
+def averaged() -> nn.Module:
     """An LSTM's outputs, averaged over time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.LSTM(5, 6, batch_first=True)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.inner(input)[0].mean(1)
+    return Wired(lambda m, x: m.inner(x)[0].mean(1), inner=nn.LSTM(5, 6, batch_first=True))
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """One layer called twice, the second time on what the first gave, which is changed in place between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(5, 5)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.inner(F.relu_(self.inner(input)))
+    return Wired(lambda m, x: m.inner(F.relu_(m.inner(x))), inner=nn.Linear(5, 5))
 
 
-class Bare(nn.Module):
+def bare() -> nn.Module:
     """A parameter outside of every layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((5,), 1.5))
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input * self.scale
+    return with_parameters(lambda m, x: x * m.scale, {"scale": (5,)})
 
 
-def texts(size: int = COUNT) -> list[Tensor]:
-    found = rows(size)
-    return [found[0][:, None] * torch.arange(1, 5, dtype=torch.float64)[:, None], found[1]]
+def texts() -> list[Tensor]:
+    inputs, labels = rows()
+    return [inputs[:, None] * torch.arange(1, 5, dtype=torch.float64)[:, None], labels]
 
 
-def images(size: int = COUNT) -> list[Tensor]:
+def images() -> list[Tensor]:
     made = torch.Generator().manual_seed(2)
-    return [torch.randn(size, 2, 6, 6, dtype=torch.float64, generator=made), torch.arange(size) % 3]
+    return [torch.randn(COUNT, 2, 6, 6, dtype=torch.float64, generator=made), torch.arange(COUNT) % 3]
 
 
 # {name: (model, losses, batch)}; every layer is sharded by itself.
 MODELS: dict[str, Any] = {
     "linear": (lambda: Blocks(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)), runs.losses_of, rows),
     "in place, of positions": (
-        lambda: Blocks(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 5), nn.ReLU(inplace=True), Last(),
+        lambda: Blocks(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 5), nn.ReLU(inplace=True), averaged(),
                         nn.Linear(6, 3)),
         runs.losses_of, texts,
     ),
@@ -99,12 +82,12 @@ MODELS: dict[str, Any] = {
                         nn.Flatten(), nn.Linear(12, 3)),
         runs.losses_of, images,
     ),
-    "twice": (lambda: Blocks(Twice(), Bare(), nn.Linear(5, 3)), runs.losses_of, rows),
+    "twice": (lambda: Blocks(twice(), bare(), nn.Linear(5, 3)), runs.losses_of, rows),
     "frozen": (
         lambda: Blocks(nn.Linear(5, 6), nn.Linear(6, 6).requires_grad_(False), nn.ReLU(inplace=True), nn.Linear(6, 3)),
         runs.losses_of, rows,
     ),
-    "tagger": (tagger, losses_of_words, lambda: [words()]),
+    "tagger": (tagger, lambda model, batch: losses_of_words(model, batch[0]), lambda: [words()]),
 }  # fmt: skip
 
 
@@ -123,10 +106,6 @@ def sharded_by_layer(kind: str, **options: Any) -> nn.Module:
     return fully_shard(model)
 
 
-def losses_of(kind: str, model: nn.Module, batch: Any) -> Tensor:
-    return MODELS[kind][1](model, batch[0] if kind == "tagger" else batch)
-
-
 def engine_for(kind: str, model: nn.Module, second_pass: str = "auto", most: int | None = None) -> PrivacyEngine:
     """Without noise, with all examples in each batch."""
     return PrivacyEngine(
@@ -142,12 +121,12 @@ def update(kind: str, model: nn.Module, second_pass: str, most: int | None = Non
     With ``extra`` the ranks make forwards of their own, and the model is sharded between forward and backward.
     """
     before = [whole(each) for each in model.parameters()]
-    engine = engine_for(kind, model, second_pass, most)
+    engine, losses_of = engine_for(kind, model, second_pass, most), MODELS[kind][1]
     for batch in engine.batches():
         for number, examples in enumerate(batch.physical()):
             if extra and dist.get_rank() == number % 2:
-                losses_of(kind, model, examples).sum().item()
-            losses = losses_of(kind, model, examples)
+                losses_of(model, examples).sum().item()
+            losses = losses_of(model, examples)
             if extra:
                 settled(model)
                 assert kind != "linear" or all(hasattr(each, "device_mesh") for each in model.parameters())
@@ -160,8 +139,8 @@ def update(kind: str, model: nn.Module, second_pass: str, most: int | None = Non
 
 def looped(kind: str) -> list[Tensor]:
     """Clipped sums by one backward for each example."""
-    model = built(kind)
-    grads = oracle.grads_of_single_losses(model, losses_of(kind, model, MODELS[kind][2]()))
+    model, (_, losses_of, make) = built(kind), MODELS[kind]
+    grads = oracle.grads_of_single_losses(model, losses_of(model, make()))
     sums = oracle.clipped_sum(grads, NORM)
     return [sums.get(name, torch.zeros_like(each)) for name, each in model.named_parameters()]
 
@@ -195,8 +174,7 @@ def test_sums_are_those_of_single_examples(ranks: int, options: dict[str, Any], 
 def resident() -> list[list[int]]:
     """Bytes of whole parameters by layer: after a forward, before the second layer's own, and after a backward."""
     model = sharded_by_layer("linear")
-    layers: Any = model.layers
-    layers = [layers[0], layers[2], layers[3]]
+    layers: list[Any] = [model.layers[number] for number in (0, 2, 3)]
     sizes: list[list[int]] = []
 
     def note(*_: Any) -> None:
@@ -206,10 +184,10 @@ def resident() -> list[list[int]]:
     engine = engine_for("linear", model)
     for batch in engine.batches():
         for examples in batch.physical():
-            losses = losses_of("linear", model, examples)
+            losses = runs.losses_of(model, examples)
             note()
             handle = layers[1].register_forward_pre_hook(note)
-            losses_of("linear", model, examples)
+            runs.losses_of(model, examples)
             handle.remove()
             engine.backward(losses)
             note()
@@ -218,9 +196,7 @@ def resident() -> list[list[int]]:
 
 
 def test_layers_have_whole_parameters_in_their_turn_only(tmp_path: Path) -> None:
-    wholes = [0, 0, 0], [0, 8 * 6 * 7, 0], [0, 0, 0]
-    for sizes in on_ranks(resident, tmp_path):
-        assert sizes == list(wholes)
+    assert on_ranks(resident, tmp_path) == [[[0, 0, 0], [0, 8 * 6 * 7, 0], [0, 0, 0]]] * 2
 
 
 def failing_late() -> tuple[list[str], bool]:
@@ -240,22 +216,14 @@ def failing_late() -> tuple[list[str], bool]:
     batch = next(iter(engine.batches()))
     for examples in batch.physical():
         while len(said) < 2 * dist.get_rank():
-            said.append(refusal(lambda rows=examples: engine.backward(losses_of("linear", model, rows))))
+            said.append(outcome(lambda rows=examples: engine.backward(runs.losses_of(model, rows))))
             totals._reduce_large = reduce
         if not dist.get_rank():
-            engine.backward(losses_of("linear", model, examples))
-    said.append(refusal(engine.optimizer.step))
+            engine.backward(runs.losses_of(model, examples))
+    said.append(outcome(engine.optimizer.step))
     engine.detach()
     settled(model)
     return said, all(torch.equal(old, whole(new)) for old, new in zip(before, model.parameters(), strict=True))
-
-
-def refusal(work: Callable[[], Any]) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def test_a_batch_whose_sums_were_reduced_in_part_is_lost(tmp_path: Path) -> None:

@@ -10,18 +10,18 @@ import private_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
+from charged_steps import private, steps
 from ledgers import spent
-from ranks import REPEATABLE, assert_like_one, examples, on_ranks
-from scipy import stats
+from ranks import OPTIONS, REPEATABLE, assert_independent_noise, assert_like_one, examples, followed, on_ranks, outcome
 from sharded import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ghostclip import BudgetExceededError, GhostClipError, PrivacyError, accounting
-from ghostclip.clipping import Adaptive, PerLayer
-from ghostclip.noise import BandedToeplitz, BufferedToeplitz, noise_source
+from ghostclip import BudgetExceededError, PrivacyError, accounting
+from ghostclip.clipping import Adaptive
+from ghostclip.noise import BufferedToeplitz, noise_source
 from ghostclip.noise.hardened import Lattice
 from ghostclip.sampling import LogicalBatches
 
@@ -37,18 +37,16 @@ def trained(wrapped: bool = False, by_hand: bool = False, losses_of: Any = runs.
     model = DistributedDataParallel(model) if wrapped else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     engine = runs.engine_for(model, optimizer, options.pop("data", examples()), **{**REPEATABLE, **options})
-    found: dict[str, Any] = {"weights": [], "sizes": []}
-    while len(found["weights"]) < 4:
-        for batch in engine.batches():
-            if by_hand:
-                runs.gather(engine, batch)
-                optimizer.step()
-                optimizer.zero_grad()
-            else:
-                engine.step(batch, losses_of)
-            found["weights"].append(runs.weights(model))
-            found["sizes"].append(sum(batch.sizes))
-    return found | {"epsilon": engine.epsilon(), "events": engine.events, "max_norm": engine.clipping.sensitivity}
+
+    def take(batch: Any) -> None:
+        if not by_hand:
+            engine.step(batch, losses_of)
+            return
+        runs.gather(engine, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return followed(engine, take, runs.weights)
 
 
 def short_of_memory(model: nn.Module, rows: list[Tensor]) -> Tensor:
@@ -64,85 +62,54 @@ def partly_infinite() -> TensorDataset:
     return data
 
 
-ADAPTIVE = {"clipping": Adaptive(0.3, count_noise=2.0), "max_physical_batch_size": 3}
-
-
-CORRELATED = {"correlation": BandedToeplitz(2), "sampling": "cyclic_poisson", "steps": 6, "noise_multiplier": 1.0}
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, dict[str, Any]] = OPTIONS | {
     "plain": {},
     "wrapped": {"wrapped": True},
     "wrapped, physical": {"wrapped": True, "max_physical_batch_size": 2},
     "by hand, nothing left on a rank": {"wrapped": True, "by_hand": True, "batch_size": 2},
     "cached": {"second_pass": "cached", "wrapped": True},
-    "layers": {"clipping": PerLayer(0.3), "wrapped": True, "max_physical_batch_size": 3},
-    "adaptive": ADAPTIVE,
-    "adaptive, noise": {**ADAPTIVE, "noise_multiplier": 1.0},
+    "wrapped, layers": {**OPTIONS["layers"], "wrapped": True},
+    "adaptive without noise": {**OPTIONS["adaptive"], "noise_multiplier": 0.0},
     "fixed size": {"sampling": "without_replacement", "neighboring": "replace_one"},
-    "users": {"unit_ids": [row // 3 for row in range(24)], "batch_size": 3},
-    "noise": {"noise_multiplier": 1.0},
-    "correlated noise": {"noise_multiplier": 1.0, **CORRELATED},
-    "correlated noise by buffers": {
-        **CORRELATED,
-        "correlation": BufferedToeplitz(2),
-        "sampling": "cyclic",
-        "wrapped": True,
+    "correlated by buffers": {
+        **OPTIONS["correlated"], "correlation": BufferedToeplitz(2), "sampling": "cyclic", "wrapped": True,
     },
     "not finite": {"data": partly_infinite(), "wrapped": True},
     "out of memory": {"losses_of": short_of_memory},
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", WAYS)
 @pytest.mark.one_in(6)
 def test_two_ranks_take_the_steps_of_one(name: str, tmp_path: Path) -> None:
-    found = on_ranks(partial(trained, **OPTIONS[name]), tmp_path)
-    one = trained(**{**OPTIONS[name], "wrapped": False})
+    found = on_ranks(partial(trained, **WAYS[name]), tmp_path)
+    one = trained(**{**WAYS[name], "wrapped": False})
     assert_like_one(found, one)
-    assert found[0]["max_norm"] == found[1]["max_norm"] == pytest.approx(one["max_norm"], rel=1e-12)
     assert (one["max_norm"] != 0.3) == name.startswith("adaptive")
 
 
-# A probability of failing by chance of 1e-9, shared among so many figures.
-FIGURES = 200
-MOST = float(stats.norm.isf(1e-9 / FIGURES / 2))
 WIDTH, ROWS, SIGMA, BOUND, BATCH = 100, 40, 1.5, 0.25, 10
 
 
 def releases(mode: str, steps: int) -> dict[str, Any]:
-    """What ``steps`` released in private noise, at weights that never change, and which rows each rank had."""
-    torch.manual_seed(2)
+    """What ``steps`` released in private noise, which is all there is, and which rows each rank had."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
-    data = TensorDataset(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)), torch.arange(ROWS))
+    data = TensorDataset(torch.randn(ROWS, WIDTH), torch.arange(ROWS))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine = runs.engine_for(
         model, optimizer, data, batch_size=BATCH, noise_multiplier=SIGMA, clipping=BOUND, noise=mode, self_check=False
     )
-    found: dict[str, Any] = {"grads": [], "rows": [], "data": data, "model": model}
+    found: dict[str, Any] = {"grads": [], "rows": []}
     runs.on_step(optimizer, lambda: found["grads"].append(runs.grads(model)))
     while len(found["grads"]) < steps:
         for batch in engine.batches():
             found["rows"].append([])
             for rows in batch.physical():
                 found["rows"][-1] += rows[1].tolist()
-                engine.backward(sizes(model, rows))
+                engine.backward(0 * model(rows[0]).sum(1))
             optimizer.step()
             optimizer.zero_grad()
     return found | {"draws": engine._steps.release._noise.draws}
-
-
-def sizes(model: nn.Module, rows: list[Tensor]) -> Tensor:
-    return model(rows[0]).square().sum(1)
-
-
-def clipped_by_loop(model: nn.Module, data: TensorDataset, rows: list[int]) -> Tensor:
-    total = torch.zeros(2 * WIDTH * WIDTH)
-    for row in rows:
-        gradients = torch.autograd.grad(sizes(model, list(data[[row]])).sum(), list(model.parameters()))
-        whole = torch.cat([gradient.flatten() for gradient in gradients])
-        total += whole * min(1.0, BOUND / float(whole.norm()))
-    return total
 
 
 @pytest.mark.parametrize("mode", ["standard", "hardened"])
@@ -150,24 +117,16 @@ def test_noise_is_drawn_once_a_step_and_is_the_same_on_all_ranks(mode: str, tmp_
     steps = 12
     first, second = on_ranks(partial(releases, mode, steps), tmp_path)
     assert (first["draws"], second["draws"]) == (len(first["grads"]), 0)
-    noise = []
-    for step, (released, rows) in enumerate(zip(first["grads"], first["rows"], strict=True)):
-        together = rows + second["rows"][step]
-        assert len(set(together)) == len(together)
-        assert torch.equal(released, second["grads"][step])
-        # Where one process would release them, too.
-        places = released.double() / Lattice(SIGMA * BOUND, BATCH).step
-        assert torch.equal(places, places.round()) == (mode == "hardened")
-        total = clipped_by_loop(first["model"], first["data"], together)
-        noise.append((released * BATCH - total).double() / (SIGMA * BOUND))
-    drawn = torch.stack(noise)
-    count = drawn.numel()
-    assert abs(float(drawn.square().sum()) - count) < MOST * (2 * count) ** 0.5
-    assert abs(float(drawn.sum())) < MOST * count**0.5
-    # Each layer of each step is a row; no two of them have anything in common.
-    layers = drawn.reshape(2 * len(noise), -1)
-    common = (layers @ layers.T).fill_diagonal_(0.0)
-    assert float(common.abs().max()) < MOST * layers.shape[1] ** 0.5
+    for rows, others in zip(first["rows"], second["rows"], strict=True):
+        assert len({*rows, *others}) == len(rows) + len(others)
+    released = torch.stack(first["grads"])
+    assert torch.equal(released, torch.stack(second["grads"]))
+    # Where one process would release them, too.
+    places = released.double() / Lattice(SIGMA * BOUND, BATCH).step
+    assert torch.equal(places, places.round()) == (mode == "hardened")
+    # A row for each layer of each step.
+    layers = (released.double() * BATCH / (SIGMA * BOUND)).reshape(2 * len(released), -1)
+    assert_independent_noise(layers.numpy(), 1e-9)
 
 
 def test_samples_are_shared_out_whole_and_without_overlap() -> None:
@@ -181,35 +140,26 @@ def test_samples_are_shared_out_whole_and_without_overlap() -> None:
         assert len({batch.digest for batch in shares}) == 1
 
 
+EPSILON = accounting.epsilon(noise_multiplier=1.0, sample_rate=8 / 24, steps=6, delta=1e-5) * 1.0001
+
+
 def charged(path: Path) -> dict[str, Any]:
     """Three steps on a ledger that another run has spent on, and a refused one."""
-    model = runs.network()
-    engine = runs.engine_for(
-        model, None, ledger=path, noise_multiplier=1.0, clipping=1.0, max_epsilon=EPSILON, target_delta=1e-5
-    )
-    found: dict[str, Any] = {"ledger": engine.ledger, "refused": None}
-    try:
-        while True:
-            runs.train(engine)
-    except BudgetExceededError as error:
-        found["refused"] = str(error)
-    found |= {"events": engine.events, "epsilon": engine.epsilon(), "steps": engine.steps_taken}
-    found["forecast"] = engine.forecast(2)
+    engine = private(ledger=path, max_epsilon=EPSILON, target_delta=1e-5)
+    with pytest.raises(BudgetExceededError) as refused:
+        runs.train(engine, 10**6)
+    found = {name: getattr(engine, name) for name in ("ledger", "events", "steps_taken")}
+    found |= {"refused": str(refused.value), "epsilon": engine.epsilon(), "forecast": engine.forecast(2)}
     engine.detach()
     return found
-
-
-EPSILON = accounting.epsilon(noise_multiplier=1.0, sample_rate=8 / 24, steps=6, delta=1e-5) * 1.0001
 
 
 @pytest.mark.one_in(math.inf)
 def test_one_rank_charges_and_all_know(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
-    before = runs.engine_for(runs.network(), None, ledger=path, noise_multiplier=1.0, clipping=1.0)
-    runs.train(before)
-    before.detach()
+    steps(private(ledger=path), 3).detach()
     lead, other = on_ranks(partial(charged, path), tmp_path)
-    assert lead["steps"] == other["steps"] == 3
+    assert lead["steps_taken"] == other["steps_taken"] == 3
     assert spent(path) == 6
     assert (lead["ledger"].path, other["ledger"]) == (path, None)
     for name in ("events", "epsilon", "forecast"):
@@ -220,46 +170,34 @@ def test_one_rank_charges_and_all_know(tmp_path: Path) -> None:
 
 def interrupted() -> dict[str, Any]:
     """Steps of which the second fails on rank 1, in its loss function."""
-    engine = runs.engine_for(runs.network(), None, noise_multiplier=1.0, clipping=1.0)
-    found: dict[str, Any] = {"failure": "", "weights": []}
+    engine = runs.engine_for(runs.network(), noise_multiplier=1.0, clipping=1.0)
+    found: dict[str, Any] = {"said": [], "weights": []}
 
     def losses_of(model: nn.Module, rows: list[Tensor]) -> Tensor:
-        if dist.get_rank() == 1 and number == 1:
+        if dist.get_rank() == 1 and len(found["said"]) == 1:
             raise RuntimeError("a spoilt file")
         return runs.losses_of(model, rows)
 
-    for number, batch in enumerate(engine.batches()):  # noqa: B007 - read above
-        try:
-            engine.step(batch, losses_of)
-        except Exception as error:
-            found["failure"] = f"{type(error).__name__}: {error}"
+    for batch in engine.batches():
+        found["said"].append(outcome(partial(engine.step, batch, losses_of)))
         found["weights"].append(runs.weights(engine.model))
     return found | {"steps": engine.steps_taken}
 
 
 def test_a_failure_on_one_rank_ends_the_step_on_all_and_training_goes_on(tmp_path: Path) -> None:
     lead, other = on_ranks(interrupted, tmp_path)
-    assert other["failure"] == "RuntimeError: a spoilt file"
-    assert "nothing was released, because rank 1 failed: RuntimeError: a spoilt file" in lead["failure"]
+    assert other["said"] == ["nothing", "RuntimeError: a spoilt file", "nothing"]
+    assert "nothing was released, because rank 1 failed: RuntimeError: a spoilt file" in lead["said"][1]
     assert lead["steps"] == other["steps"] == 2
     for one, two in zip(lead["weights"], other["weights"], strict=True):
         assert torch.equal(one, two)
     assert torch.equal(lead["weights"][0], lead["weights"][1])
 
 
-def refused(work: Callable[[], Any]) -> str:
-    """What ``work`` is refused with on this rank; it must be."""
-    try:
-        work()
-    except (GhostClipError, ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("not refused")
-
-
 def out_of_turn() -> None:
-    engine = runs.engine_for(runs.network(), None)
+    engine = runs.engine_for(runs.network())
     batches = iter(engine.batches())
-    for _ in range(dist.get_rank()):
+    if dist.get_rank():
         next(batches)
         runs.leave(engine)
     engine.step(next(batches), runs.losses_of)
@@ -267,14 +205,14 @@ def out_of_turn() -> None:
 
 def without_a_step() -> None:
     """One rank forgets its step, as one without examples does where steps are taken between physical batches."""
-    engine = runs.engine_for(runs.network(), None)
+    engine = runs.engine_for(runs.network())
     for batch in engine.batches():
         if dist.get_rank() == 0:
             engine.step(batch, runs.losses_of)
 
 
 def discarded_by_one() -> None:
-    engine = runs.engine_for(runs.network(), None)
+    engine = runs.engine_for(runs.network())
     batch = next(iter(engine.batches()))
     if dist.get_rank() == 0:
         engine.step(batch, runs.losses_of)
@@ -282,7 +220,7 @@ def discarded_by_one() -> None:
 
 
 def moved_on_one() -> None:
-    engine = runs.engine_for(model := runs.network(), None)
+    engine = runs.engine_for(model := runs.network())
     for batch in engine.batches():
         engine.step(batch, runs.losses_of)
         if dist.get_rank() == 1:
@@ -290,12 +228,12 @@ def moved_on_one() -> None:
 
 
 def built(of_rank: Callable[[int], dict[str, Any]], model: Callable[[], nn.Module] = runs.network) -> None:
-    runs.engine_for(model(), None, **of_rank(dist.get_rank()))
+    runs.engine_for(model(), **of_rank(dist.get_rank()))
 
 
 def wrapped_later() -> None:
     model = runs.network()
-    engine, wrapper = runs.engine_for(model, None), DistributedDataParallel(model)
+    engine, wrapper = runs.engine_for(model), DistributedDataParallel(model)
     for batch in engine.batches():
         engine.step(batch, lambda _, rows: runs.losses_of(wrapper, rows))
 
@@ -314,14 +252,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "rows": (partial(built, lambda rank: {"dataset": runs.data(24 + rank)}), "must agree on sampling when engines"),
     "users": (partial(built, lambda rank: {"unit_ids": [rank, *range(23)]}), "must agree on unit_ids when"),
     "policy": (partial(built, lambda rank: {"clipping": Adaptive(rank + 0.5)}), "must agree on the state of clipping"),
-    "model": (
-        partial(built, lambda _: {}, lambda: nn.Linear(5, 3 + dist.get_rank())),
-        "must agree on weight when",
-    ),
-    "compile": (
-        lambda: runs.engine_for(runs.network(), None).compile(),
-        "compile() isn't there for several",
-    ),
+    "model": (partial(built, lambda _: {}, lambda: nn.Linear(5, 3 + dist.get_rank())), "must agree on weight when"),
+    "compile": (lambda: runs.engine_for(runs.network()).compile(), "compile() isn't there for several"),
     "later": (wrapped_later, "the model was called inside of a DistributedDataParallel that averages its gradients"),
     "sharded": (partial(built, lambda _: {}, partly_sharded), "is a DTensor, of which each process holds a part"),
 }
@@ -330,12 +262,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_ranks_must_not_do_is_refused_on_all(name: str, tmp_path: Path) -> None:
     work, message = REFUSED[name]
-    for said in on_ranks(partial(refused, work), tmp_path):
+    for said in on_ranks(partial(outcome, work), tmp_path):
         assert message in said
 
 
 def test_processes_that_join_later_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = runs.engine_for(runs.network(), None)
+    engine = runs.engine_for(runs.network())
     batch = next(batch for batch in engine.batches())
     runs.gather(engine, batch)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -354,7 +286,7 @@ def test_a_sampler_that_shares_out_is_told_who_does() -> None:
 def apart() -> int:
     """Each process by itself: rank 0 takes two steps, and rank 1 one."""
     own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    engine = runs.engine_for(runs.network(), None, process_group=own)
+    engine = runs.engine_for(runs.network(), process_group=own)
     for _, batch in zip(range(2 - dist.get_rank()), engine.batches(), strict=False):
         engine.step(batch, runs.losses_of)
     return engine.steps_taken
@@ -364,31 +296,28 @@ def test_processes_that_do_not_train_together_have_groups_of_their_own(tmp_path:
     assert on_ranks(apart, tmp_path) == [2, 1]
 
 
-def resumed(path: Path, restore: bool, steps: int) -> dict[str, Any]:
-    """Steps with dropout and repeatable noise, from a checkpoint or up to one."""
+def resumed(path: Path, restore: bool) -> dict[str, Any]:
+    """Nine steps with dropout and repeatable noise, or the last five of them, after a checkpoint."""
     model = runs.network(torch.float64)
     model.insert(2, nn.Dropout(0.2))
     torch.manual_seed(dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     options = {"noise": "test", "seed": 5, "noise_multiplier": 1.0, "clipping": Adaptive(0.5), "batch_size": 4}
     engine = runs.engine_for(model, optimizer, examples(), **options)
-    place = engine.restore(path) if restore else None
-    taken = 0
-    while taken < steps:
-        for batch in engine.batches():
-            engine.step(batch, runs.losses_of)
-            taken += 1
-            if taken == 4 and not restore:
-                engine.save(path)
-            if taken == steps:
-                break
-    return {"weights": runs.weights(model), "steps": engine.steps_taken, "place": place, "events": engine.events}
+
+    def save_once() -> None:
+        if engine.steps_taken == 4:
+            engine.save(path)
+
+    if restore:
+        assert engine.restore(path).steps == 4
+    runs.train(engine, 5 if restore else 9, after=save_once)
+    return {"weights": runs.weights(model), "steps": engine.steps_taken, "events": engine.events}
 
 
 def test_a_run_of_two_ranks_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "saved"
-    whole = on_ranks(partial(resumed, path, False, 9), tmp_path)
-    again = on_ranks(partial(resumed, path, True, 5), tmp_path)
-    for rank in again:
+    whole = on_ranks(partial(resumed, path, False), tmp_path)
+    for rank in on_ranks(partial(resumed, path, True), tmp_path):
         assert torch.equal(rank["weights"], whole[0]["weights"])
-        assert (rank["steps"], rank["place"].steps, rank["events"]) == (9, 4, whole[0]["events"])
+        assert (rank["steps"], rank["events"]) == (9, whole[0]["events"])
