@@ -717,7 +717,7 @@ FUZZED = [
         "ghostclip/clipper/second_pass.py",
         "self.totals[owner][slice(*rows) if rows else ...] += amount",
         "self.totals[owner][slice(*rows) if rows else slice(None)] += amount",
-        ("tests/engine/test_engine.py", "-k", "single_numbers"),
+        ("tests/engine/test_engine_sums.py", "-k", "first_amount"),
     ),
     Mutant(
         "weights with a margin for rounding taken for weights that others decide",

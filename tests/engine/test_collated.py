@@ -82,6 +82,15 @@ def test_one_long_text_is_found_in_the_first_batch_that_has_it(name, size, physi
     assert len(long) == 1
 
 
+def assert_refused(name, said, data=None, **options):
+    """A training of MIXING, by its own data or by others."""
+    torch.manual_seed(0)
+    model, own, loss_fn, given = MIXING[name]()
+    data = own if data is None else loader(data, own.collate_fn)
+    with pytest.raises(UnsupportedModelError, match=said):
+        train(engine_of((model, data, loss_fn, given), **options), loss_fn)
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -90,29 +99,20 @@ def test_one_long_text_is_found_in_the_first_batch_that_has_it(name, size, physi
     ],
 )
 def test_the_remedies_are_named_the_likely_ones_first(name, said):
-    torch.manual_seed(0)
-    training = MIXING[name]()
-    with pytest.raises(UnsupportedModelError, match=said):
-        train(engine_of(training), training[2])
+    assert_refused(name, said)
 
 
 def test_padding_is_named_and_not_the_layer_that_sees_it_first():
     """Where the longest text is exchanged for another, an embedding has other sizes, and would be blamed."""
-    torch.manual_seed(0)
-    model, data, loss_fn, _ = MIXING["mean_pooling_without_a_mask"]()
-    data = loader([*collated.texts(1, (20, 21)), *collated.texts(15)], data.collate_fn)
-    with pytest.raises(UnsupportedModelError, match="most often they see padding"):
-        train(engine_of((model, data, loss_fn, {}), batch_size=16), loss_fn)
+    data = [*collated.texts(1, (20, 21)), *collated.texts(15)]
+    assert_refused("mean_pooling_without_a_mask", "most often they see padding", data)
 
 
 def test_a_sort_is_named_where_halves_have_the_sizes_of_the_whole():
     """As texts cut to one length have: the sort alone shows, and an embedding would be blamed."""
-    torch.manual_seed(0)
-    model, data, loss_fn, options = MIXING["users_rows_sorted_by_length"]()
-    cut = [text for _ in range(8) for length in (6, 12) for text in collated.texts(1, (length, length + 1))]
-    data, options = loader(cut, data.collate_fn), {**options, "unit_ids": [row // 2 for row in range(16)]}
-    with pytest.raises(UnsupportedModelError, match="keep each user's rows in the collate function's order"):
-        train(engine_of((model, data, loss_fn, options), batch_size=4), loss_fn)
+    data = [text for _ in range(8) for length in (6, 12) for text in collated.texts(1, (length, length + 1))]
+    users, said = [row // 2 for row in range(16)], "keep each user's rows in the collate function's order"
+    assert_refused("users_rows_sorted_by_length", said, data, unit_ids=users, batch_size=4)
 
 
 def test_padding_is_found_behind_a_head_of_zeros():
@@ -136,38 +136,34 @@ def test_of_a_collate_function_that_draws_it_is_said_once_what_is_not_tested(cap
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("name", [name for name in MIXING if "users" not in name])
-def test_check_finds_it_with_the_loader(name):
+def findings(training, rows):
+    """Of check with a training's loader, or with a batch of so many of its rows."""
     torch.manual_seed(0)
-    model, data, loss_fn, _ = MIXING[name]()
-    findings = ghostclip.check(model, loss_fn, data)
-    assert findings
-    assert all(finding.problem and finding.remedy for finding in findings)
-
-
-@pytest.mark.parametrize("name", HONEST)
-def test_check_has_no_finding_with_an_honest_loader(name):
-    torch.manual_seed(0)
-    model, data, loss_fn, _ = HONEST[name]()
-    assert ghostclip.check(model, loss_fn, data) == []
+    model, data, loss_fn, _ = training()
+    return ghostclip.check(model, loss_fn, data.collate_fn(data.dataset[:rows]) if rows else data)
 
 
 OF_STRUCTURES = [name for name in MIXING if name.startswith("centred,")] + ["divided_by_the_number_of_boxes"]
 
 
-@pytest.mark.parametrize("name", OF_STRUCTURES)
-@pytest.mark.parametrize("rows", [5, 16])
-def test_check_takes_batches_of_any_structure_apart(name, rows):
-    torch.manual_seed(0)
-    model, data, loss_fn, _ = MIXING[name]()
-    assert ghostclip.check(model, loss_fn, data.collate_fn(data.dataset[:rows]))
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        *((name, None) for name in MIXING if "users" not in name),
+        *((name, rows) for name in OF_STRUCTURES for rows in (5, 16)),
+    ],
+)
+def test_check_finds_it_in_loaders_and_in_batches_of_any_structure(name, rows):
+    found = findings(MIXING[name], rows)
+    assert found
+    assert all(finding.problem and finding.remedy for finding in found)
 
 
-@pytest.mark.parametrize("name", collated.STRUCTURES)
-def test_check_has_no_finding_in_honest_batches_of_any_structure(name):
-    torch.manual_seed(0)
-    model, data, loss_fn, _ = HONEST[name]()
-    assert ghostclip.check(model, loss_fn, data.collate_fn(data.dataset[:6])) == []
+@pytest.mark.parametrize(
+    ("name", "rows"), [*((name, None) for name in HONEST), *((name, 6) for name in collated.STRUCTURES)]
+)
+def test_check_has_no_finding_in_honest_loaders_and_batches(name, rows):
+    assert findings(HONEST[name], rows) == []
 
 
 def test_each_example_is_read_once_more():
