@@ -206,7 +206,7 @@ class Numbers(nn.Module):
         self.scale, self.shift = (nn.Parameter(torch.full((), value, dtype=dtype)) for value in (0.5, 0.25))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x.to(self.scale.dtype) * self.scale) * self.scale + self.shift
+        return self.layer(x.to(self.scale.dtype)) * self.scale + self.shift
 
 
 @pytest.mark.parametrize("second_pass", ["reweight", "cached"])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 import ghostclip
+from ghostclip.clipper.second_pass import ParameterSums
 from ghostclip.clipping import PerLayer
 
 NORM, RATE = 0.5, 0.5
@@ -202,6 +203,23 @@ def test_a_gradient_added_to_what_a_step_left_is_refused() -> None:
     examples = next(next(batches).physical())
     with pytest.raises(ghostclip.GradientLeakError, match=r"optimizer\.zero_grad\(\)"):
         engine.backward(runs.losses_of(engine.model, examples))
+
+
+def test_a_first_amount_is_kept_as_it_is() -> None:
+    parameter = nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16))
+    sums, amount = ParameterSums({0: parameter, 1: parameter}), torch.ones(4, 3)
+    sums.add((0, None), amount)
+    assert sums.totals[0] is amount
+    sums.add((0, (1, 3)), torch.ones(2, 3))
+    sums.add((1, (1, 3)), torch.ones(2, 3))
+    assert sums.totals[0].sum(1).tolist() == [3.0, 6.0, 6.0, 3.0]
+    assert sums.totals[1].sum(1).tolist() == [0.0, 3.0, 3.0, 0.0]
+    assert sums.totals[1].dtype == torch.float32
+    number = nn.Parameter(torch.zeros(()))
+    numbers = ParameterSums({0: number})
+    for _ in range(3):
+        numbers.add((0, None), torch.ones(()))
+    assert numbers.totals[0] == 3
 
 
 SHARDED = ["assigned", "data", "zeros", "backward", "other optimizers"]
