@@ -11,11 +11,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from ghostclip import (
-    LossShapeError,
-    PrivacyError,
-    UnsupportedModelError,
-)
+from ghostclip import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.integrations.lightning import PrivacyCallback, setup_fabric
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")

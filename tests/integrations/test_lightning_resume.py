@@ -1,12 +1,4 @@
-"""Checkpoints of a private fit: what was spent is never less after a resume, also after kill -9."""
-
-import os
-import random
-import signal
-import time
-import traceback
-import warnings
-from pathlib import Path
+"""Checkpoints of a private fit: what was spent is never less after a resume."""
 
 import pytest
 
@@ -19,7 +11,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from ghostclip import LedgerError, PrivacyError
 from ghostclip.integrations.lightning import PrivacyCallback
-from ghostclip.ledger import Ledger
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
@@ -89,63 +80,3 @@ def test_a_failed_fit_keeps_what_it_spent(tmp_path):
         lr.trainer(tmp_path, callback, Fails()).fit(module, lr.loader())
     lr.trainer(tmp_path, callback).fit(module, lr.loader())
     assert callback.engine.steps_taken == 4 + 6
-
-
-class Released(torch.optim.SGD):
-    """Writes a byte before each update: p.grads are private then, and from then on a release may be seen."""
-
-    def __init__(self, parameters, place):
-        super().__init__(parameters, lr=0.1)
-        self.place = place
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        with self.place.open("ab") as written:
-            written.write(b".")
-            written.flush()
-            os.fsync(written.fileno())
-        return super().step()
-
-
-def killed(folder: Path) -> None:
-    """A fit without end, resumed where it was left. It is to be killed."""
-    module = lr.Module()
-    module.configure_optimizers = lambda: Released(module.parameters(), folder / "releases")
-    keep = ModelCheckpoint(folder, filename="last", every_n_train_steps=3, enable_version_counter=False)
-    place = folder / "last.ckpt"
-    callback = PrivacyCallback(noise_multiplier=1.0, ledger=folder / "run.ledger", max_physical_batch_size=3)
-    made = lr.trainer(folder, callback, keep, max_epochs=-1, enable_checkpointing=True)
-    made.fit(module, lr.loader(), ckpt_path=place if place.exists() else None)
-
-
-def forked(folder: Path) -> int:
-    """The process id of a child in which `killed` runs."""
-    if child := os.fork():
-        return child
-    try:
-        warnings.simplefilter("ignore")
-        killed(folder)
-    except BaseException:
-        (folder / "failed").write_text(traceback.format_exc())
-    finally:
-        os._exit(1)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_no_release_is_uncharged_after_fifty_kills(tmp_path):
-    delays, releases, charged = random.Random(0), tmp_path / "releases", 0
-    releases.touch()
-    for _ in range(50):
-        before, child = releases.stat().st_size, forked(tmp_path)
-        while releases.stat().st_size == before:
-            assert os.waitpid(child, os.WNOHANG) == (0, 0), (tmp_path / "failed").read_text()
-            time.sleep(0.01)
-        # The kill comes at a random moment after training went on.
-        time.sleep(delays.random() * 0.5)
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        now = sum(event.count for event in Ledger(tmp_path / "run.ledger").events)
-        assert now >= releases.stat().st_size
-        assert now > charged
-        charged = now

@@ -121,15 +121,6 @@ def test_thresholds_are_the_policy_s(policy: Any, expected: dict[str, float], tm
     np.testing.assert_array_equal(found["threshold"][0], [*expected.values(), engine.clipping.sensitivity])
 
 
-def test_a_threshold_that_moves_is_the_one_that_was_clipped_to(tmp_path: Path) -> None:
-    engine = engine_for(clipping=c.Adaptive(0.3))
-    engine.trace(tmp_path / "t.npz", every=1)
-    norms = [engine.clipping.max_norm]
-    runs.train(engine, after=lambda: norms.append(engine.clipping.max_norm))
-    assert len(set(norms)) == len(norms) > 3
-    assert traces.read(tmp_path / "t.npz")["threshold"][:, -1].tolist() == norms[:-1]
-
-
 def test_both_parts_of_the_noise_scale_are_unbiased() -> None:
     generator = np.random.default_rng(0)
     mean, stds = np.array([1.0, -0.5, 0.2]), np.array([0.5, 2.0, 1.0])

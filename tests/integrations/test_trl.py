@@ -1,9 +1,9 @@
 """TRL's trainers with private steps: against TRL's own loss of single examples, clipped and added up in a loop."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from torch import Tensor
@@ -39,15 +39,9 @@ def adapter(**changes: Any) -> LoraConfig:
 
 def clipped_loop(model: Any, losses: Callable[[int], Tensor], rows: int = ROWS) -> dict[str, Tensor]:
     """The sum over examples of their gradients, each cut to MAX_NORM."""
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    sums = {name: torch.zeros_like(each) for name, each in trained.items()}
-    for row in range(rows):
-        grads = torch.autograd.grad(losses(row), list(trained.values()), allow_unused=True)
-        found = {name: g for name, g in zip(trained, grads, strict=True) if g is not None}
-        norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in found.values()))
-        for name, grad in found.items():
-            sums[name] += min(1.0, MAX_NORM / norm) * grad
-    return sums
+    return oracle.clipped_sum(
+        oracle.grads_of_single_losses(model, torch.stack([losses(row) for row in range(rows)])), MAX_NORM
+    )
 
 
 def released(trainer: Any) -> dict[str, Tensor]:
@@ -58,6 +52,14 @@ def released(trainer: Any) -> dict[str, Tensor]:
         name: before[name] - each.detach() for name, each in trainer.model.named_parameters() if each.requires_grad
     }
     return {name: each * trainer.engine.batch_size / RATE for name, each in moved.items()}
+
+
+def assert_a_step_is_the_loop(ours: Any, plain: Any) -> None:
+    """Over the losses of TRL's own trainer, whose weights become the private one's."""
+    plain.model.load_state_dict(ours.model.state_dict())
+    expected = clipped_loop(plain.model, plain_losses(plain))
+    torch.testing.assert_close(released(ours), expected, rtol=1e-4, atol=1e-5)
+    assert max(float(each.abs().max()) for each in expected.values()) > 1e-3
 
 
 def plain_losses(trainer: Any) -> Callable[[int], Tensor]:
@@ -112,10 +114,7 @@ def test_a_step_of_sft_is_the_clipped_sum_of_a_loop_over_conversations(name: str
         model=llama(), args=arguments(SFTConfig, tmp_path, **{k: v for k, v in options.items() if k not in PACKS}),
         train_dataset=data, processing_class=tokenizer(), **built(more),
     )  # fmt: skip
-    plain.model.load_state_dict(ours.model.state_dict())
-    expected = clipped_loop(plain.model, plain_losses(plain))
-    torch.testing.assert_close(released(ours), expected, rtol=1e-4, atol=1e-5)
-    assert max(float(each.abs().max()) for each in expected.values()) > 1e-3
+    assert_a_step_is_the_loop(ours, plain)
 
 
 PAIR_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -140,10 +139,7 @@ def test_a_step_of_dpo_is_the_clipped_sum_of_a_loop_over_pairs(name: str, tmp_pa
         model=llama(), args=arguments(DPOConfig, tmp_path, **options), train_dataset=data, processing_class=tokenizer(),
         **built(more),
     )  # fmt: skip
-    plain.model.load_state_dict(ours.model.state_dict())
-    expected = clipped_loop(plain.model, plain_losses(plain))
-    torch.testing.assert_close(released(ours), expected, rtol=1e-4, atol=1e-5)
-    assert max(float(each.abs().max()) for each in expected.values()) > 1e-3
+    assert_a_step_is_the_loop(ours, plain)
 
 
 def test_every_loss_of_pairs_is_trl_s_of_a_single_pair(tmp_path: Any) -> None:
@@ -166,29 +162,6 @@ def test_every_loss_of_pairs_is_trl_s_of_a_single_pair(tmp_path: Any) -> None:
         except ValueError:  # a loss that an older TRL doesn't have
             continue
         torch.testing.assert_close(ours.compute_losses(ours.model, batch), expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("make", "kinds", "options"),
-    [(sft, TEXTS["conversation"], {}), (sft, TEXTS["text"], {"packing": True}), (dpo, PAIRS["texts"], {})],
-)
-def test_one_example_more_moves_the_sum_by_at_most_the_bound(
-    make: Any, kinds: Any, options: dict[str, Any], tmp_path: Any
-) -> None:
-    """Also where it is the longest, to which the others are padded."""
-    sums = []
-    data = drawn(ROWS + 1, kinds)
-    lengths = [len(str(row)) for row in data]
-    order = sorted(range(ROWS + 1), key=lambda row: lengths[row])
-    for rows in (ROWS, ROWS + 1):
-        ours = make(
-            tmp_path / str(rows), data.select(order[:rows]),
-            more={"privacy": privacy(tmp_path, clipping=MAX_NORM, ledger=str(tmp_path / f"{rows}.ledger"))},
-            **{**WHOLE, **options, "per_device_train_batch_size": rows},
-        )  # fmt: skip
-        sums.append(released(ours))
-    moved = math.sqrt(sum(float((sums[1][name] - sums[0][name]).square().sum()) for name in sums[0]))
-    assert 0.5 * MAX_NORM < moved <= MAX_NORM * (1 + 1e-4)
 
 
 def test_epsilon_is_that_of_the_engine_and_metrics_of_batches_are_held_back(tmp_path: Any) -> None:

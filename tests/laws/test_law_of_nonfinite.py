@@ -80,8 +80,7 @@ def test_losses(program, spoil, second_pass):
 
 
 @pytest.mark.parametrize(
-    ("program", "spoil", "second_pass"),
-    [*turns(OF_NUMBERS, ["one nan", "all inf"]), *turns(EXPERTS, ["one nan"])],
+    ("program", "spoil", "second_pass"), [*turns(OF_NUMBERS, ["one nan", "all inf"]), *turns(EXPERTS, ["one nan"])]
 )
 @pytest.mark.one_in(10)
 def test_inputs(program, spoil, second_pass):

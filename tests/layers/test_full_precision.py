@@ -52,23 +52,30 @@ def narrow(request):
     torch.set_float32_matmul_precision("highest")
 
 
+def linear():
+    return nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 8))
+
+
+# name: a model, and the shape of an example
+MODELS = {
+    "linear": (linear, (64,)),
+    "positions": (linear, (12, 64)),
+    "convolution": (lambda: nn.Sequential(nn.Conv1d(64, 48, 3), nn.Tanh(), nn.Flatten(), nn.Linear(480, 8)), (64, 12)),
+    "attention": (lambda: nn.TransformerEncoderLayer(64, 4, 48, 0.0, batch_first=True), (12, 64)),
+}
+
+
 def model(kind):
     torch.manual_seed(0)
-    layers = {
-        "linear": lambda: nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 8)),
-        "positions": lambda: nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 8)),
-        "convolution": lambda: nn.Sequential(nn.Conv1d(64, 48, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48 * 10, 8)),
-        "attention": lambda: nn.TransformerEncoderLayer(64, 4, 48, 0.0, batch_first=True),
-    }
-    shape = {"linear": (64,), "positions": (12, 64), "convolution": (64, 12), "attention": (12, 64)}[kind]
-    return ghostclip.wrap(layers[kind]()), torch.randn(16, *shape)
+    build, shape = MODELS[kind]
+    return ghostclip.wrap(build()), torch.randn(16, *shape)
 
 
 def squares(outputs):
     return outputs.flatten(1).square().sum(1)
 
 
-@pytest.mark.parametrize("kind", ["linear", "positions", "convolution", "attention"])
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("strategy", ["gram", "direct"])
 @pytest.mark.parametrize("second_pass", ["cached", "reweight"])
 @pytest.mark.usefixtures("narrow")

@@ -40,13 +40,6 @@ def test_gradients_are_not_kept_beyond_the_memory_budget():
         assert (choice.keep, answer.kept is not None) == (keep, keep)
 
 
-def test_a_shape_is_measured_once():
-    planner = planner_that_measures((2.0, 1.0))
-    first, second = (planner.answer(linear_term(), keep=False) for _ in range(2))
-    assert first[1] is second[1]
-    assert torch.equal(first[0].squared_norms, second[0].squared_norms)
-
-
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_layer_without_outputs(keep):
     """It has no gradient, and still is one of several examples."""

@@ -3,20 +3,7 @@
 import pytest
 import torch
 from comparing import assert_exact
-from recurrent_layers import (
-    KINDS,
-    OPTIONS,
-    B,
-    H,
-    I,
-    T,
-    assert_all_close,
-    initial,
-    losses,
-    pair,
-    run,
-    sequences,
-)
+from recurrent_layers import KINDS, OPTIONS, B, H, I, T, assert_all_close, initial, losses, pair, run, sequences
 from torch import Tensor
 from torch import nn as torch_nn
 from torch.utils.checkpoint import checkpoint

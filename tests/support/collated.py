@@ -198,14 +198,8 @@ class Drawing(Augmented):
         return x + torch.randn(5, generator=self.generator), y
 
 
-MIXING |= {
-    "mixup": of_features(features, mixup),
-    "centred_where_the_data_set_reads_several": of_features(Transformed),
-}
-HONEST |= {
-    "augmented_at_random": of_features(Augmented),
-    "augmented_by_a_generator_of_its_own": of_features(Drawing),
-}
+MIXING |= {"mixup": of_features(features, mixup), "centred_where_the_data_set_reads_several": of_features(Transformed)}
+HONEST |= {"augmented_at_random": of_features(Augmented), "augmented_by_a_generator_of_its_own": of_features(Drawing)}
 
 
 # Batches of every structure, in which a model takes the mean of the batch away.

@@ -56,12 +56,9 @@ InPlaceInput = linear("InPlaceInput", lambda self, x: (plain(self, x), x.mul_(2)
 
 
 class MyLinear(nn.Linear):
-    """Casts its input first; counts its calls outside of itself."""
-
-    calls = 0
+    """Casts its input first."""
 
     def forward(self, x: Tensor) -> Tensor:
-        MyLinear.calls += 1
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
     def describe(self) -> str:
