@@ -85,7 +85,6 @@ def test_zero_grad_forgets_what_ran_backward() -> None:
 
 
 def gan_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Real and generated examples, in two forwards."""
     real, made = (model(part).squeeze(1) for part in batch)
     judge = nn.functional.binary_cross_entropy
     return judge(real, torch.ones_like(real)) + judge(made, torch.zeros_like(made))

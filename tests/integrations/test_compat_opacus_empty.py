@@ -115,7 +115,6 @@ def test_a_batch_of_one_row_has_the_shapes_of_one_and_nothing_of_its_example(kin
 
 
 def sizes(value: Any) -> Any:
-    """Numbers of entries in plain data."""
     if isinstance(value, (Tensor, np.ndarray)):
         return tuple(value.shape)
     parts = plain(value)

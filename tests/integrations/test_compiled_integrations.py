@@ -40,12 +40,6 @@ def test_the_engines_steps_are_compiled(train, tmp_path, monkeypatch):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_another_backend_is_refused_by_its_name(tmp_path):
-    tt = pytest.importorskip("tiny_trainers")
-    with pytest.raises(PrivacyError, match="torch_compile_backend='eager' of TrainingArguments"):
-        tt.trainer(tmp_path, torch_compile=True, torch_compile_backend="eager")
-
-
 def test_manual_optimization_is_refused(tmp_path):
     pytest.importorskip("lightning")
     import lightning_runs as lr

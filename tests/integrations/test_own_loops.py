@@ -33,7 +33,6 @@ class Loop(NamedTuple):
 
 
 def parts(dtype: torch.dtype, noise_multiplier: float) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Model, optimizer, data and options of an engine."""
     model = runs.network(dtype)
     torch.manual_seed(0)
     options = {"batch_size": 8, "max_physical_batch_size": 3, "clipping": MAX_NORM, "noise": "test", "seed": 3}
@@ -50,13 +49,7 @@ def join() -> bool:
     return joined
 
 
-def by_accelerate(
-    dtype: torch.dtype = torch.float64,
-    noise: float = 0.0,
-    mixed: bool = False,
-    engine_first: bool = False,
-    skip: int = 1,
-) -> Loop:
+def by_accelerate(dtype=torch.float64, noise=0.0, mixed=False, engine_first=False, skip=1) -> Loop:
     accelerate = pytest.importorskip("accelerate")
     join()
     precision = "bf16" if mixed else None
@@ -71,7 +64,7 @@ def by_accelerate(
     return Loop(model, optimizer, engine, tool, clip)
 
 
-def by_fabric(dtype: torch.dtype = torch.float64, noise: float = 0.0, mixed: bool = False) -> Loop:
+def by_fabric(dtype=torch.float64, noise=0.0, mixed=False) -> Loop:
     lightning = pytest.importorskip("lightning")
     from lightning.fabric.plugins import DoublePrecision
     from lightning.fabric.plugins.environments import LightningEnvironment
@@ -89,9 +82,8 @@ def by_fabric(dtype: torch.dtype = torch.float64, noise: float = 0.0, mixed: boo
     if join():
         settings = {"devices": 2, "strategy": "ddp"}
         plugins.append(LightningEnvironment())
-    fabric = lightning.Fabric(
-        accelerator="cpu", plugins=plugins, precision="bf16-mixed" if mixed else None, **settings
-    )  # fmt: skip
+    precision = "bf16-mixed" if mixed else None
+    fabric = lightning.Fabric(accelerator="cpu", plugins=plugins, precision=precision, **settings)
     fabric.launch()
     model, optimizer, data, options = parts(dtype, noise)
     model, optimizer, engine = setup_fabric(fabric, model, optimizer, data, **options)

@@ -27,7 +27,6 @@ POLICIES: dict[str, Any] = {
 
 
 def engine_for(**changes: Any) -> Any:
-    """An engine in float64, with noise."""
     model = runs.network(torch.float64)
     options = {"noise_multiplier": 1.3, "clipping": 0.3, "max_physical_batch_size": 3, "self_check": False, **changes}
     return runs.engine_for(model, dataset=runs.data(dtype=torch.float64), **options)
@@ -68,7 +67,6 @@ def by_loop(policy: Any, gradients: dict[str, Tensor], stds: dict[str, float]) -
 
 
 def flat(gradients: dict[str, Tensor]) -> Tensor:
-    """[B, P]."""
     return torch.cat([each.flatten(1) for each in gradients.values()], 1)
 
 

@@ -29,7 +29,6 @@ class Receiver:
 
 
 def engine_of() -> PrivacyEngine:
-    """Four steps an epoch."""
     return runs.engine_for(runs.network(), dataset=runs.data(40), batch_size=10, noise_multiplier=2.0, clipping=1.0)
 
 

@@ -63,7 +63,6 @@ def assert_a_step_is_the_loop(ours: Any, plain: Any) -> None:
 
 
 def plain_losses(trainer: Any) -> Callable[[int], Tensor]:
-    """TRL's own loss of one row by itself."""
     model = trainer.model.eval()
     columns = [name for name in trainer.train_dataset.column_names if name not in ("text", "messages")]
     data = trainer.train_dataset.select_columns(columns)
@@ -266,8 +265,6 @@ class Watched(SFTTrainer):
 
 
 class Stepping(DPOTrainer):
-    """Takes its own steps."""
-
     def training_step(self, *given: Any, **options: Any) -> Any:
         return super().training_step(*given, **options)
 

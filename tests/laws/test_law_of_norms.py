@@ -15,8 +15,6 @@ MODELS = (*EXPERTS, *NETWORKS, *RAGGED, *WITHOUT_BATCH_DIM, *WITHOUT_BATCH_INDEX
 # Weights that are cast where parameters are of float32.
 CASTS = [program for program in COMPUTED if "cast" in program.name]
 SEEDS = 425
-# Of the layers one in so many in float32.
-SHARE = 6
 
 
 @pytest.mark.parametrize("program", [*COMPUTED, *OUTSIDE], ids=str)
@@ -42,13 +40,13 @@ def test_random_graphs(seed):
     assert_exact(random_program(seed), 0, torch.float64)
 
 
-@pytest.mark.parametrize("program", [*LAYERS[::SHARE], *MODELS, *DIFFICULT, *CASTS], ids=str)
+@pytest.mark.parametrize("program", [*LAYERS, *MODELS, *DIFFICULT, *CASTS], ids=str)
 @pytest.mark.one_in(8)
 def test_in_float32(program):
     assert_exact(program, 0, torch.float32)
 
 
-@pytest.mark.parametrize("program", [each for each in (*LAYERS[3::SHARE], *MODELS, *DIFFICULT) if each.narrow], ids=str)
+@pytest.mark.parametrize("program", [each for each in (*LAYERS[3::6], *MODELS, *DIFFICULT) if each.narrow], ids=str)
 @pytest.mark.one_in(8)
 def test_in_bfloat16(program):
     assert_within_rounding(program, 0, torch.bfloat16)

@@ -1,6 +1,6 @@
 """Paired sensitivity: one more example, however nasty, moves the clipped sum by at most the bound.
 
-Here are the adversaries on a row of each kind; `experiments/sensitivity.py` has all rows, and says what was measured.
+`experiments/sensitivity.py` has all rows under all policies, and says what was measured.
 """
 
 import math
@@ -15,13 +15,6 @@ from torch import nn
 import ghostclip
 
 MOST = 1 + 1e-5
-ROWS = (
-    "linear 3-D", "conv2d plain", "conv_transpose2d plain", "embedding repeated", "bag_sum", "layernorm 2-D",
-    "layernorm 3-D", "groupnorm 2-D", "instancenorm1d", "rmsnorm (6,)", "prelu 4 3-D", "bilinear 3-D (6,)",
-    "lstm output", "gru time first states", "cell rnn tanh", "attention self", "attention causal no weights",
-    "attention cross no bias", "encoder layer", "decoder layer", "same layer twice", "tied head", "bare scale",
-    "own gate", "vision transformer",
-)  # fmt: skip
 # What takes most digits away from attention and normalization.
 EXTREME = {"3e4": lambda x: 3e4 * x, "1e8": lambda x: 1e8 * x, "constant 1e5": lambda x: torch.full_like(x, 1e5)}
 
@@ -49,10 +42,10 @@ def turns(number: int) -> list[tuple[str, str, str]]:
     return [("flat", "reweight", "direct"), other]
 
 
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.one_in(6)
-def test_no_example_moves_a_sum_by_more_than_the_bound(name: str) -> None:
-    found = worst(case(name), torch.float32, turns(ROWS.index(name)))
+@pytest.mark.parametrize("row", CASES, ids=str)
+@pytest.mark.one_in(120)
+def test_no_example_moves_a_sum_by_more_than_the_bound(row) -> None:
+    found = worst(row, torch.float32, turns(CASES.index(row)))
     assert all(ratio <= MOST for ratio in found.values()), found
 
 
@@ -78,13 +71,6 @@ def test_positions_that_cancel_to_rounding_errors(dims: int, policy: str, second
 def test_the_bound_is_reached() -> None:
     pair = Pair(case("linear 3-D"), torch.float32)
     assert pair.ratio(pair.clipper("flat", "reweight"), "plain") > 0.9999
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", CASES, ids=str)
-def test_all_rows(row) -> None:
-    found = worst(row, torch.float32, turns(CASES.index(row)))
-    assert all(ratio <= MOST for ratio in found.values()), found
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

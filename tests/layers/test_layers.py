@@ -90,19 +90,6 @@ def test_clipped_sums_equal_the_loop_and_add_up(case, second_pass, norm_strategy
     assert not any(value.requires_grad for value in gradients(model).values())
 
 
-@pytest.mark.parametrize(("case", "dtype"), [row for row in CASES_AND_DTYPES if torch.float32 in row.values])
-@pytest.mark.parametrize(("second_pass", "norm_strategy"), [("reweight", "gram"), ("cached", "direct")])
-@pytest.mark.one_in(6)
-def test_clipped_sums_in_float32_equal_the_loop(case, dtype, second_pass, norm_strategy):
-    max_norm = typical_norm(truth(case))
-    options = {"clipping": max_norm, "second_pass": second_pass, "norm_strategy": norm_strategy}
-    model, clipper, losses = ready(case, dtype, **options)
-    result = clipper.backward(losses)
-    assert_close(result.norms, oracle.norms(truth(case)), 1e-4)
-    assert_close(result.weights, oracle.clip_weights(truth(case), max_norm), 1e-4)
-    assert_dicts_close(gradients(model), oracle.clipped_sum(truth(case), max_norm), 1e-4)
-
-
 @every_case
 @pytest.mark.one_in(12)
 def test_batches_of_no_and_of_one_example(case):

@@ -37,7 +37,6 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A file whose function says 41."""
     source = tmp_path / "answer.c"
     source.write_text("int answer(void) { return 41; }")
     monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))

@@ -44,7 +44,6 @@ def term_of(name, batch, dtype=torch.float64, factor=1, extra=0, groups=1):
 
 
 def single(term, each):
-    """The gradient of one example by itself, in float64."""
     part = slice(each, each + 1)
     return weight_gradient(term.images[part].double(), term.grads[part].double(), term.shape, term.geometry)
 

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.usefixtures("every_backward")
 
 
 def sequences(lengths, dtype=torch.float64):
-    """One sequence of normal numbers for each length."""
     return [torch.randn(length, I, dtype=dtype) for length in lengths]
 
 

@@ -6,6 +6,7 @@ from case_models import By
 from comparing import assert_dicts_close, gradients
 
 import ghostclip
+from ghostclip.graph.parameter_names import serial_number
 
 
 def half(x):
@@ -58,3 +59,14 @@ def test_layers_that_come_and_go_are_tested_again_and_summed_right():
         model.zero_grad()
         ghostclip.GhostClipper(model, 1e-2).backward(model(x).square().mean((1, 2)))
         assert_dicts_close(found, gradients(model), 1e-5)
+
+
+def test_a_number_is_never_given_again():
+    numbers, addresses = set(), set()
+    for count in range(1, 301):
+        layer = torch.nn.ReLU()
+        addresses.add(id(layer))
+        numbers.add(serial_number(layer))
+        assert serial_number(layer) in numbers
+        assert len(numbers) == count
+    assert len(addresses) < 300

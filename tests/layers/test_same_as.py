@@ -44,7 +44,6 @@ def twice_or_once(m, x, times):
 
 
 def made(name, times=1, batch=4):
-    """A model of declared layers, and a batch for it."""
     kind, target, build, inputs = SAME[name]
     torch.manual_seed(3)
     wiring = partial(twice_or_once, times=times)

@@ -70,7 +70,6 @@ def stack(kind: str, call: Callable[..., Any], nn: ModuleType, norm: bool = Fals
 
 
 def plainly(layer: Callable[..., Any], *inputs: Tensor) -> Tensor:
-    """With nothing but the inputs."""
     return layer(*inputs)
 
 
@@ -94,7 +93,6 @@ def decoding(layer: Callable[..., Any], x: Tensor, memory: Tensor) -> Tensor:
 
 
 def smooth(x: Tensor) -> Tensor:
-    """An activation of the user's own."""
     return x * torch.sigmoid(x)
 
 

@@ -42,7 +42,6 @@ TRANSPOSED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def _transposed() -> Iterator[Case]:
-    """ConvTranspose1d, ConvTranspose2d, ConvTranspose3d."""
     for dims in (1, 2, 3):
         for name, (size, options) in TRANSPOSED.items():
             build = partial(transposed, dims, 4, **options)

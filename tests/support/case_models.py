@@ -45,7 +45,6 @@ def tied_linears(nn: ModuleType) -> torch.nn.Module:
 
 
 def tied_head(nn: ModuleType, padding_idx: int | None = None) -> torch.nn.Module:
-    """A language model whose output head is its embedding."""
     model = Wired(
         lambda m, tokens: m.head(torch.tanh(m.body(m.embedding(tokens)))),
         embedding=nn.Embedding(7, 5, padding_idx=padding_idx),
@@ -181,7 +180,6 @@ def transformer(nn: ModuleType) -> torch.nn.Module:
 
 
 def two_linears(nn: ModuleType = torch.nn) -> torch.nn.Module:
-    """3 to 4 to 2, in float64."""
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 

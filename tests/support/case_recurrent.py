@@ -11,7 +11,7 @@ from case_types import Case, indices, normal
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-__all__ = ["RECURRENT"]
+__all__ = ["KINDS", "RECURRENT"]
 
 STEPS = 5
 CELLS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,7 +35,6 @@ def hidden(state: Any) -> Tensor:
 
 
 def every_step(cell: Callable[..., Any], x: Tensor, *states: Tensor) -> list[Tensor]:
-    """The hidden state after each step."""
     state, found = (states if len(states) > 1 else states[0] if states else None), []
     for step in x.unbind(1):
         state = cell(step, state)

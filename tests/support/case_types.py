@@ -36,12 +36,10 @@ class Input:
 
 
 def normal(*shape: int, **options: Any) -> Input:
-    """Normal numbers."""
     return Input(shape, **options)
 
 
 def indices(below: int, *shape: int, **options: Any) -> Input:
-    """Whole numbers below ``below``."""
     return Input(shape, below=below, **options)
 
 
@@ -64,7 +62,6 @@ class Case:
 
     @property
     def batch_dims(self) -> list[int | None]:
-        """The batch dimension of each input."""
         return [spec.batch_dim for spec in self.specs]
 
     def model(self, nn: ModuleType = torch.nn, dtype: torch.dtype = torch.float64) -> torch.nn.Module:

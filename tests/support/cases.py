@@ -30,14 +30,13 @@ from case_models import (
     tied_linears,
     transformer,
 )
-from case_recurrent import RECURRENT
+from case_recurrent import KINDS, RECURRENT
 from case_types import TIME_FIRST, Case, indices, normal
 
 __all__ = ["CASES", "CASES_AND_DTYPES", "case"]
 
 
 def _linear() -> Iterator[Case]:
-    """Linear."""
     yield Case("linear", lambda nn: nn.Linear(5, 4), (normal(5),))
     yield Case("linear no bias", lambda nn: nn.Linear(5, 4, bias=False), (normal(5),))
     yield Case("linear 1 to 1", lambda nn: nn.Linear(1, 1), (normal(1),))
@@ -77,7 +76,6 @@ CONVOLUTIONS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def _conv() -> Iterator[Case]:
-    """Conv1d, Conv2d, Conv3d."""
     for dims in (1, 2, 3):
         for name, (size, options) in CONVOLUTIONS.items():
             yield Case(f"conv{dims}d {name}", partial(convolution, dims, 4, **options), (normal(4, *[size] * dims),))
@@ -105,7 +103,6 @@ def _embedding() -> Iterator[Case]:
 
 
 def _normalization() -> Iterator[Case]:
-    """LayerNorm and GroupNorm."""
     yield Case("layernorm 2-D", lambda nn: nn.LayerNorm(5), (normal(5),))
     yield Case("layernorm 3-D", lambda nn: nn.LayerNorm(5), (normal(6, 5),))
     yield Case("layernorm 4-D", lambda nn: nn.LayerNorm(5), (normal(2, 3, 5),))
@@ -123,18 +120,11 @@ def _normalization() -> Iterator[Case]:
     yield Case("groupnorm no affine", images, (normal(3, 5, 5),))
 
 
-CELLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "rnn tanh": ("RNN", {}),
-    "rnn relu": ("RNN", {"nonlinearity": "relu"}),
-    "lstm": ("LSTM", {}),
-    "gru": ("GRU", {}),
-}
-
-
 def _recurrent() -> Iterator[Case]:
     """RNN, LSTM and GRU of one layer and one direction."""
     x, time_first = normal(6, 4), normal(6, 4, batch_dim=1)
-    for name, (kind, options) in CELLS.items():
+    for name in ("rnn tanh", "rnn relu", "lstm", "gru"):
+        kind, options = KINDS[name]
         states = (normal(1, 3, batch_dim=1),) * (2 if kind == "LSTM" else 1)
         rnn = partial(recurrent, kind, **options)
         first = partial(rnn, batch_first=True)
@@ -263,7 +253,6 @@ CASES += [*RECURRENT, *ATTENTION, *fallback_cases()]
 
 
 def case(name: str) -> Case:
-    """The row of that name."""
     return next(row for row in CASES if row.name == name)
 
 

@@ -21,7 +21,6 @@ def private(model: nn.Module | None = None, optimizer: Any = None, **changes: An
 
 
 def steps(engine: PrivacyEngine, count: int = 1) -> PrivacyEngine:
-    """So many steps, each batch by engine.step."""
     for _ in range(count):
         engine.step(next(iter(engine.batches())), runs.losses_of)
     return engine

@@ -40,7 +40,6 @@ def engine_of(optimizer: str = "momentum", dtype: torch.dtype = torch.float32, *
 
 
 def private(**changes: Any) -> PrivacyEngine:
-    """An engine whose noise is private."""
     return engine_of(noise="standard", seed=None, **changes)
 
 
@@ -50,7 +49,6 @@ def go(engine: PrivacyEngine, steps: int, after: Callable[[], Any] = lambda: Non
 
 
 def state_of(engine: PrivacyEngine) -> list[Any]:
-    """All numbers that training has made."""
     numbers: dict[str, Tensor] = {}
     rest = checkpoint.packed([engine.model.state_dict(), engine.optimizer.state_dict()], numbers, "state.x")
     return [rest, {name: (tensor.dtype, tensor.tolist()) for name, tensor in numbers.items()}]

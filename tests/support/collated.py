@@ -150,14 +150,11 @@ def of_features(
 
 
 def mixup(rows: list[Any]) -> Any:
-    """Each example with another one."""
     x, y = default_collate(rows)
     return 0.7 * x + 0.3 * x[torch.randperm(len(x))], y
 
 
-class Transformed(torch.utils.data.Dataset[Any]):
-    """Reads several examples at once, and centres them, as a transform over a batch does."""
-
+class Features(torch.utils.data.Dataset[Any]):
     def __init__(self) -> None:
         self.data = features()
 
@@ -167,26 +164,24 @@ class Transformed(torch.utils.data.Dataset[Any]):
     def __getitem__(self, row: int) -> Any:
         return self.data[row]
 
+
+class Transformed(Features):
+    """Reads several examples at once, and centres them, as a transform over a batch does."""
+
     def __getitems__(self, rows: list[int]) -> list[Any]:
         x = torch.stack([self.data[row][0] for row in rows])
         return [(each, self.data[row][1]) for each, row in zip(x - x.mean(0), rows, strict=True)]
 
 
-class Augmented(torch.utils.data.Dataset[Any]):
-    """Features with noise of torch's, Python's and numpy's random numbers, drawn when an example is read."""
-
-    def __init__(self) -> None:
-        self.data = features()
-
-    def __len__(self) -> int:
-        return len(self.data)
+class Augmented(Features):
+    """With noise of torch's, Python's and numpy's random numbers, drawn when an example is read."""
 
     def __getitem__(self, row: int) -> Any:
         x, y = self.data[row]
         return x + torch.randn(5) + random.random() + float(np.random.rand()), y
 
 
-class Drawing(Augmented):
+class Drawing(Features):
     """Draws from a generator of its own, which no seed of torch's reaches."""
 
     def __init__(self) -> None:

@@ -15,7 +15,6 @@ def ran(capsys: pytest.CaptureFixture[str], *arguments: Any, status: int = 0) ->
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: Any, status: int = 0) -> Any:
-    """The JSON that a command prints."""
     return json.loads(ran(capsys, *arguments, "--json", status=status))
 
 

@@ -113,7 +113,6 @@ def built(layer: Callable[[], nn.Module]) -> nn.Module:
 
 
 def folded(layer: Callable[[], nn.Module]) -> nn.Module:
-    """Positions are folded into the batch."""
     return Wired(lambda m, x: m.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2]), layers=built(layer))
 
 

@@ -17,7 +17,6 @@ ADULT_ROW = (
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
-    """An IDX file of unsigned bytes."""
     return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
 
 

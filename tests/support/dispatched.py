@@ -8,15 +8,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PRODUCTS = {
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "convolution_backward",
-    "native_layer_norm_backward",
-    "embedding_dense_backward",
-}
+FUSED = {"convolution_backward", "native_layer_norm_backward", "embedding_dense_backward"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", *FUSED}
 
 
 class Ops(TorchDispatchMode):
@@ -44,7 +37,6 @@ class Live(TorchDispatchMode):
         self.peak = 0
 
     def bytes(self) -> int:
-        """Bytes alive now."""
         self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
         return sum(size for _, size in self.alive.values())
 

@@ -109,7 +109,6 @@ MISTAKES = {
 
 
 def token_losses(model: nn.Module, x: Tensor) -> Tensor:
-    """[B]."""
     return model(x).square().sum(2).mean(1)
 
 

@@ -25,7 +25,6 @@ def plain(model: nn.Module, batch: Any) -> Tensor:
 
 
 def of_both(model: nn.Module, batch: Any) -> Tensor:
-    """Of a model that reads tokens and lengths."""
     return F.cross_entropy(model(batch[0], batch[2]), batch[1], reduction="none")
 
 
@@ -116,7 +115,6 @@ def sorted_with_dropout() -> Training:
 
 
 def augmented(model: nn.Module, batch: Any) -> Tensor:
-    """By three sources of random numbers."""
     x = batch[0] * (1 + 0.1 * random.random()) + 0.1 * np.random.randn() + 0.1 * torch.randn(batch[0].shape)
     return plain(model, [x, batch[1]])
 

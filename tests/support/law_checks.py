@@ -128,5 +128,4 @@ def _relative_error(norms: Tensor, sums: Grads, expected: Tensor) -> float:
 
 
 def _flat(grads: Grads) -> Tensor:
-    """[B, P] in float64."""
     return torch.cat([each.unsqueeze(-1).flatten(1).double() for each in grads.values()], 1)

@@ -71,7 +71,6 @@ class Program:
         return self.losses(model, *inputs)
 
     def options(self, number: int, dtype: torch.dtype) -> dict[str, Any]:
-        """Keyword arguments of the clipper's methods for a batch."""
         return {} if self.index is None else {"batch_index": self.index(*self.inputs(number, dtype))}
 
 

@@ -101,17 +101,6 @@ HOOKS: dict[str, Mixture] = {
 }
 
 
-class Between(nn.Module):
-    """Layers, something between them, and a head."""
-
-    def __init__(self, below: nn.Module, above: nn.Module, forward: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.below, self.above, self.between = below, above, forward
-
-    def forward(self, x: Tensor, *more: Any) -> Tensor:
-        return self.above(self.between(self.below(x), *more))
-
-
 def _perceptron() -> tuple[nn.Module, nn.Module]:
     return nn.Sequential(nn.Linear(WIDTH, INSIDE), nn.Tanh()), nn.Linear(INSIDE, 3)
 
@@ -142,8 +131,13 @@ def between(
 ) -> Program:
     """A network with ``forward(h, *more(number))`` between its layers."""
     layers, shape = NETWORKS[network]
+
+    def build() -> nn.Module:
+        below, above = layers()
+        return Wired(lambda m, x, *more: m.above(forward(m.below(x), *more)), below=below, above=above)
+
     return Program(
-        f"{name} in {network}", lambda: Between(*layers(), forward),
+        f"{name} in {network}", build,
         lambda number: (torch.randn(EXAMPLES, *shape), *more(number)), expect=expect,
     )  # fmt: skip
 

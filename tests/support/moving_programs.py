@@ -27,7 +27,6 @@ def joined(parts: Sequence[Tensor], by: int) -> Tensor:
 
 
 def strides(crosswise: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Four rows as 2 x 2, in order or crosswise."""
     return (2, 2, WIDTH), ((WIDTH, 2 * WIDTH, 1) if crosswise else (2 * WIDTH, WIDTH, 1))
 
 

@@ -9,25 +9,17 @@ import oracle
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 MAX_NORM = 0.5
 
 
-class Names(Dataset):
-    """Sequences of 2 to 7 letters, padded by `padded`."""
-
-    def __init__(self, examples: int) -> None:
-        generator = torch.Generator().manual_seed(3)
-        lengths = torch.randint(2, 8, (examples,), generator=generator).tolist()
-        self.rows = [torch.randint(1, 20, (length,), generator=generator) for length in lengths]
-        self.labels = torch.randint(0, 3, (examples,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
-        return self.rows[place], self.labels[place]
+def names(examples: int) -> list[tuple[Tensor, Tensor]]:
+    """Sequences of 2 to 7 letters, padded by `padded`, and their labels."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(2, 8, (examples,), generator=generator).tolist()
+    rows = [torch.randint(1, 20, (length,), generator=generator) for length in lengths]
+    return list(zip(rows, torch.randint(0, 3, (examples,), generator=generator), strict=True))
 
 
 def padded(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -74,10 +66,10 @@ def pictures(examples: int) -> TensorDataset:
 
 
 # By name: model (given the namespace of recurrent layers), data set, collate_fn.
-MODELS: dict[str, tuple[Callable[[Any], nn.Module], Callable[[int], Dataset], Any]] = {
+MODELS: dict[str, tuple[Callable[[Any], nn.Module], Callable[[int], Any], Any]] = {
     "images": (images, pictures, None),
-    "characters": (lambda layers: Characters(layers.DPLSTM), Names, padded),
-    "words": (lambda _: Words(), Names, padded),
+    "characters": (lambda layers: Characters(layers.DPLSTM), names, padded),
+    "words": (lambda _: Words(), names, padded),
 }
 
 

@@ -72,7 +72,6 @@ def a_packed_order(m: Free, texts: Texts, order: Tensor) -> Tensor:
 def of_lengths(
     form: Callable[..., Tensor], lengths: Sequence[Sequence[int]], expect: str = "", given: Any = ((),) * 9
 ) -> None:
-    """Adds a program of texts with so many rows each."""
     LENGTHS.append(
         Program(
             form.__name__.replace("_", " "), lambda: Free(form),
@@ -96,7 +95,6 @@ BELOW = torch.diag(torch.ones(B - 1), -1)
 
 
 def scores(m: Free, x: Tensor) -> Tensor:
-    """[B, B]"""
     return m.first(x)[:, :B] * m.gain
 
 

@@ -53,7 +53,6 @@ def per_example_grads(
 
 
 def norms_per_parameter(grads: Grads) -> Grads:
-    """``{parameter name: [B]}``."""
     return {name: grad.unsqueeze(-1).flatten(1).norm(dim=1) for name, grad in grads.items()}
 
 

@@ -128,7 +128,6 @@ for _name in FOLDS:
 
 
 def with_ids(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Numbers [B, *shape] and ids [B] below 7."""
     return lambda number: (torch.randn(SIZES[number], *shape), torch.randint(0, 7, (SIZES[number],)))
 
 

@@ -37,7 +37,6 @@ class OnInputs(nn.Module):
 
 
 def squared(rows: Tensor) -> Tensor:
-    """[B] of [B, ...]."""
     return rows.flatten(1).square().sum(1)
 
 
@@ -48,7 +47,6 @@ def _through(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def on_slope(model: nn.Module, x: Tensor) -> Tensor:
-    """Squared outputs and squared slopes."""
     x, y = _through(model, x)
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     return squared(y) + squared(slope)
@@ -63,7 +61,6 @@ def critic(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def slope_alone(model: nn.Module, x: Tensor) -> Tensor:
-    """The slope's norm, no output."""
     x, y = _through(model, x)
     (slope,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
     return slope.flatten(1).norm(dim=1)

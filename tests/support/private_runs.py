@@ -111,12 +111,10 @@ def train_by_closure(engine: PrivacyEngine, between: Callable[[], Any] = lambda:
 
 
 def grads(model: nn.Module) -> Tensor:
-    """All gradients, in one vector."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def weights(model: nn.Module) -> Tensor:
-    """All parameters, in one vector."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

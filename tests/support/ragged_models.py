@@ -46,7 +46,6 @@ def shuffled(batch: Batch) -> Batch:
 
 
 def alone(batch: Batch, example: int) -> Batch:
-    """One example of a batch."""
     own = (batch["rows"] == example).nonzero().flatten()
     places = torch.full_like(batch["rows"], -1)
     places[own] = torch.arange(len(own))
@@ -217,7 +216,6 @@ CASES = {
 
 
 def losses(model: nn.Module, batch: Batch) -> Tensor:
-    """[B]."""
     output = model(batch)
     return output if output.dim() == 1 else F.cross_entropy(output, batch["y"], reduction="none")
 

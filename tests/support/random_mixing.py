@@ -14,8 +14,6 @@ __all__ = ["mixed_program"]
 
 
 class Mixing(nn.Module):
-    """A mixture, which keeps what it reads."""
-
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name, self.read = name, torch.zeros(0)

@@ -32,7 +32,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def by_head(x: Tensor, heads: int = HEADS) -> Tensor:
-    """[B, T, heads * d] as [B, heads, T, d]."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
@@ -121,7 +120,6 @@ def tokens(batch: int) -> Tensor:
 
 
 def images(batch: int) -> Tensor:
-    """[B, 3, 4, 4]."""
     return torch.randn(batch, 3, 4, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 

@@ -13,8 +13,6 @@ LAYERS = {
 
 
 class Reader(torch.nn.Module):
-    """Reads a sequence, and answers by all that the layer returns."""
-
     def __init__(self, layer):
         super().__init__()
         self.layer = layer

@@ -21,8 +21,6 @@ def parts(selection: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 class Counts:
-    """A plugin that counts once everything is collected."""
-
     def __init__(self, selections: list[list[str]]) -> None:
         self.selections = selections
         self.counts: list[int] = []

@@ -81,21 +81,17 @@ def settled(model: nn.Module) -> nn.Module:
 
 
 def whole(tensor: Any) -> Tensor:
-    """A copy of a tensor, gathered where it is sharded."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 def weights(model: nn.Module) -> Tensor:
-    """All parameters, whole, in one vector."""
     return torch.cat([whole(parameter).flatten() for parameter in settled(model).parameters()])
 
 
 def grads(model: nn.Module) -> dict[str, Tensor]:
-    """All gradients, whole."""
     return {name: whole(p.grad) for name, p in settled(model).named_parameters() if p.grad is not None}
 
 
 def share(batch: Any) -> Any:
-    """This rank's examples of a batch."""
     rank, size = dist.get_rank(), dist.get_world_size()
     return [each[rank::size] for each in batch] if isinstance(batch, list) else batch[rank::size]

@@ -15,10 +15,8 @@ TINY = Workload(
 
 
 def broken(model, losses, max_norm):
-    """A contender that can't be prepared."""
     raise RuntimeError("out of paper\nsecond line")
 
 
 def unable(model, losses, max_norm):
-    """A contender that doesn't know the model."""
     raise CannotRun("no such layer here")

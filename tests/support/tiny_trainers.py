@@ -23,7 +23,6 @@ Example = dict[str, Tensor]
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
-    """GPT-2."""
     options = {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": dropout, "embd_pdrop": dropout}
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
@@ -33,7 +32,6 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """T5."""
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
             vocab_size=WORDS, d_model=WIDTH, d_kv=4, d_ff=12, num_layers=1, num_heads=2, dropout_rate=0.0,
@@ -43,7 +41,6 @@ def t5() -> nn.Module:
 
 
 def vit() -> nn.Module:
-    """ViT."""
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(
             hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12, image_size=8,
@@ -58,7 +55,6 @@ def bert(task: str) -> nn.Module:
 
 
 def tokens() -> Tensor:
-    """One text [LENGTH]."""
     return torch.randint(1, WORDS, (LENGTH,))
 
 
@@ -71,20 +67,17 @@ def text() -> Example:
 
 
 def masked_text() -> Example:
-    """A text of which some tokens are to be guessed."""
     ids = tokens()
     return {"input_ids": ids, "labels": torch.where(torch.rand(LENGTH) < 0.4, ids, IGNORED)}
 
 
 def labelled_tokens() -> Example:
-    """A text with a class for each token but the first."""
     labels = torch.randint(0, CLASSES, (LENGTH,))
     labels[0] = IGNORED
     return {"input_ids": tokens(), "labels": labels}
 
 
 def labelled_text() -> Example:
-    """A text with a class."""
     return {"input_ids": tokens(), "labels": torch.randint(0, CLASSES, ())}
 
 
@@ -96,12 +89,10 @@ def translation() -> Example:
 
 
 def image() -> Example:
-    """An image with a class."""
     return {"pixel_values": torch.randn(3, 8, 8, dtype=torch.float64), "labels": torch.randint(0, CLASSES, ())}
 
 
 def data(example: Callable[[], Example] = text, count: int = EXAMPLES) -> list[Example]:
-    """So many random examples."""
     return [example() for _ in range(count)]
 
 

@@ -25,7 +25,6 @@ TEMPLATE = (
 
 
 def tokenizer() -> Any:
-    """One token a word."""
     words = Tokenizer(models.WordLevel(unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.train_from_iterator([" ".join(WORDS)], trainers.WordLevelTrainer(special_tokens=SPECIAL))
@@ -48,7 +47,6 @@ def llama(seed: int = 0) -> Any:
 
 
 def words(count: int, draw: torch.Generator) -> str:
-    """So many words."""
     return " ".join(WORDS[int(place)] for place in torch.randint(len(WORDS), (count,), generator=draw))
 
 
@@ -63,7 +61,6 @@ def drawn(rows: int, row: Any) -> Dataset:
 
 
 def said(role: str, content: str) -> list[dict[str, str]]:
-    """One message."""
     return [{"role": role, "content": content}]
 
 
@@ -71,12 +68,7 @@ TEXTS = {
     "text": lambda some: {"text": some()},
     "prompt and completion": lambda some: {"prompt": some(), "completion": " " + some()},
     "conversation": lambda some: {
-        "messages": [
-            *said("user", some()),
-            *said("assistant", some()),
-            *said("user", some()),
-            *said("assistant", some()),
-        ]
+        "messages": [message for role in ("user", "assistant") * 2 for message in said(role, some())]
     },
     "prompt and answer": lambda some: {"prompt": said("user", some()), "completion": said("assistant", some())},
 }
@@ -100,7 +92,6 @@ def arguments(kind: Any, folder: Any, **changes: Any) -> Any:
 
 
 def privacy(folder: Any, **changes: Any) -> PrivacyArguments:
-    """Without noise, but for ``changes``."""
     options = {"noise_multiplier": 0.0, "target_delta": 1e-2, "ledger": str(folder / "run.ledger")}
     return PrivacyArguments(**{**options, **changes})
 

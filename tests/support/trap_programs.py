@@ -45,7 +45,6 @@ def alike(examples: int = EXAMPLES) -> Callable[[int], tuple[Tensor]]:
 
 
 def with_numbers(*numbers: float) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Batches of vectors, and a number for each batch."""
     return lambda number: (vectors(), torch.tensor(numbers[number]))
 
 
@@ -55,7 +54,6 @@ def with_orders(*orders: Sequence[int]) -> Callable[[int], tuple[Tensor, Tensor]
 
 
 def of_sizes(*sizes: Sequence[int]) -> Callable[[int], tuple[Tensor, ...]]:
-    """Batches of graphs with so many nodes."""
     return lambda number: graphs(sizes[number])
 
 
@@ -77,10 +75,6 @@ SQUARE, OTHERS = (4, 4, 4, 4), ((2, 6, 3, 5), (1, 7, 4, 4), (5, 5, 3, 3))
 IN_ORDER, PERMUTED, REVERSED = (0, 1, 2, 3, 4, 5), (3, 1, 5, 0, 2, 4), (5, 4, 3, 2, 1, 0)
 
 
-def by_matrix() -> nn.Module:
-    return StackedGraphs(pooled_by_matrix)
-
-
 class MaskedPooling(StackedGraphs):
     """No messages, lest the graph be measured for them."""
 
@@ -88,22 +82,14 @@ class MaskedPooling(StackedGraphs):
         return self.head(self.pool(members, torch.tanh(self.second(torch.tanh(self.first(x))))))
 
 
-@trap("EEEEE")
-def graphs_of_one_size_then_of_others() -> tuple[Any, ...]:
-    """A contraction over the examples' dimension with data is measured in every batch; here all have 16 nodes."""
-    return by_matrix, of_sizes(SQUARE, SQUARE, *OTHERS)
-
-
-@trap("EEEEE")
-def graphs_then_another_number_of_nodes() -> tuple[Any, ...]:
-    """A contraction over the examples' dimension with data is measured in every batch."""
-    return by_matrix, of_sizes((3, 3), (3, 3), (2, 8, 3, 7), (1, 5, 3, 3), (2, 2))
-
-
-@trap("EEEEEEEE")
-def irregular_then_regular_by_chance() -> tuple[Any, ...]:
-    """A structure that was irregular once is always measured."""
-    return by_matrix, of_sizes(*[OTHERS[0]] * 4, SQUARE, OTHERS[0], OTHERS[1], OTHERS[0])
+# A contraction over the examples' dimension with data is measured in every batch. In the first, all have 16 nodes.
+BY_MATRIX: dict[str, Sequence[Sequence[int]]] = {
+    "graphs of one size then of others": (SQUARE, SQUARE, *OTHERS),
+    "graphs then another number of nodes": ((3, 3), (3, 3), (2, 8, 3, 7), (1, 5, 3, 3), (2, 2)),
+    "irregular then regular by chance": (*[OTHERS[0]] * 4, SQUARE, OTHERS[0], OTHERS[1], OTHERS[0]),
+}
+for _name, _sizes in BY_MATRIX.items():
+    TRAPS.append(Program(_name, lambda: StackedGraphs(pooled_by_matrix), of_sizes(*_sizes), expect="E" * len(_sizes)))
 
 
 @trap("EEEEEEE")
