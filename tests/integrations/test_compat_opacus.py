@@ -157,13 +157,6 @@ def test_batches_of_one_size_are_charged_as_such() -> None:
     assert (type(event), event.sample_rate, event.count) == (FixedSizeGaussian, 0.2, 5)
 
 
-def test_a_batch_size_that_does_not_divide_the_data() -> None:
-    model, optimizer, loader = private(PrivacyEngine(), "words", layers, examples=45)
-    assert (len(loader), loader.sample_rate, optimizer.expected_batch_size) == (6, 1 / 6, 7)
-    for step in train(loader, model, optimizer, mean_loss):
-        assert_by_hand(step, mean_loss, 7)
-
-
 class Sequences(nn.Module):
     """Takes [T, B, 3] and returns [T, B, 2], or the mean over time [B, 7]."""
 

@@ -128,13 +128,6 @@ def test_a_file_that_does_not_compile_is_said_and_done_without(
     assert build.library("fine") is not None
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.delenv("CC", raising=False)
-    assert build.library("normal") is None
-    assert "no C compiler found (tried $CC, cc, gcc, clang)" in caplog.text
-
-
 def test_a_folder_that_others_may_write_to_is_not_used(own_cache: Path) -> None:
     own_cache.mkdir()
     own_cache.chmod(0o777)

@@ -84,6 +84,22 @@ def test_a_parametrization_takes_a_module_out():
         model(torch.randn(5, 3))
 
 
+def test_the_forward_of_the_class_runs_once_for_each_module_and_mode(monkeypatch):
+    monkeypatch.setattr(mine.MyLinear, "calls", 0)
+    model, x = made("linear")
+    ghostclip.wrap(model)
+    counts = []
+    for prepare in (model.train, model.train, model.eval, model.train, model.eval, model.float, model.double):
+        prepare()
+        model(x.to(model.first.weight.dtype))
+        counts.append(mine.MyLinear.calls)
+    assert counts == [2, 2, 4, 4, 4, 6, 6]
+    model.first.weight.requires_grad_(False)
+    with torch.no_grad():
+        model(x)
+    assert mine.MyLinear.calls == 8
+
+
 def test_the_class_comes_back_with_its_keys_and_has_its_methods_meanwhile():
     model = nn.Sequential(mine.MyLinear(3, 4))
     keys, attributes = list(model.state_dict()), set(vars(model[0]))
@@ -100,13 +116,15 @@ def test_the_class_comes_back_with_its_keys_and_has_its_methods_meanwhile():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_are_declared(copied):
+def test_copies_are_declared_and_verified_anew(copied, monkeypatch):
     model, x = made("linear")
     expected = oracle.per_example_grads(model, project, (x,))
     ghostclip.wrap(model)(x)
     twin = copied(model)
+    monkeypatch.setattr(mine.MyLinear, "calls", 0)
     assert type(twin.first) is type(model.first)
     assert_close(ghostclip.GhostClipper(twin).norms(project(twin(x))), oracle.norms(expected), 1e-10)
+    assert mine.MyLinear.calls == 2
 
 
 def test_a_wrapped_model_is_not_loaded_without_the_declaration():

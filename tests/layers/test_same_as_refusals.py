@@ -62,14 +62,11 @@ def replace_forward(model):
 LATER = {
     "an empty batch": (mine.Doubled, lambda model: model(ROWS[:0]), lambda model: model(ROWS), "other values"),
     "no gradient": (
-        mine.DetachedBias,
-        torch.no_grad()(lambda model: model(ROWS)),
-        lambda model: model(ROWS),
-        "not its",
+        mine.DetachedBias, torch.no_grad()(lambda model: model(ROWS)), lambda model: model(ROWS), "not its"
     ),
     "train mode": (mine.FlaggedLinear, lambda model: model(ROWS), lambda model: model.eval()(ROWS), "other values"),
     "another forward": (REPLACED, replace_forward, lambda model: model(ROWS), "other values"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LATER)

@@ -100,13 +100,9 @@ def decoder(kind: str, nn: ModuleType) -> torch.nn.Module:
         return m.head(m.second(steps)[0])
 
     return Wired(
-        wiring,
-        start=nn.Linear(2, 3),
-        embedding=nn.Embedding(5, 4),
-        first=getattr(nn, kind)(4, 3, batch_first=True),
-        second=getattr(nn, kind)(3, 2, batch_first=True),
-        head=nn.Linear(2, 5),
-    )
+        wiring, start=nn.Linear(2, 3), embedding=nn.Embedding(5, 4), first=getattr(nn, kind)(4, 3, batch_first=True),
+        second=getattr(nn, kind)(3, 2, batch_first=True), head=nn.Linear(2, 5),
+    )  # fmt: skip
 
 
 def attention(nn: ModuleType, call: Callable[..., Any] | None = None, **options: Any) -> torch.nn.Module:
@@ -144,17 +140,10 @@ def masked_each(attend: Callable[..., Any], x: Tensor, **options: Any) -> Any:
 def cnn(nn: ModuleType) -> torch.nn.Module:
     """The paper's CNN, narrow: two convolutions with max pooling, two fully connected layers."""
     return nn.Sequential(
-        nn.Conv2d(1, 3, 5),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Conv2d(3, 4, 3),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(16, 6),
-        nn.ReLU(inplace=True),
-        nn.Linear(6, 3),
-    )
+        nn.Conv2d(1, 3, 5), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(16, 6), nn.ReLU(inplace=True), nn.Linear(6, 3),
+    )  # fmt: skip
 
 
 def transformer(nn: ModuleType) -> torch.nn.Module:
@@ -167,16 +156,10 @@ def transformer(nn: ModuleType) -> torch.nn.Module:
         return m.head(x.mean(dim=1))
 
     return Wired(
-        wiring,
-        embedding=nn.Embedding(11, 8),
-        position=nn.Embedding(9, 8),
-        attention=nn.MultiheadAttention(8, 2, batch_first=True),
-        norm1=nn.LayerNorm(8),
-        expand=nn.Linear(8, 12),
-        contract=nn.Linear(12, 8),
-        norm2=nn.LayerNorm(8),
-        head=nn.Linear(8, 2),
-    )
+        wiring, embedding=nn.Embedding(11, 8), position=nn.Embedding(9, 8),
+        attention=nn.MultiheadAttention(8, 2, batch_first=True), norm1=nn.LayerNorm(8),
+        expand=nn.Linear(8, 12), contract=nn.Linear(12, 8), norm2=nn.LayerNorm(8), head=nn.Linear(8, 2),
+    )  # fmt: skip
 
 
 def two_linears(nn: ModuleType = torch.nn) -> torch.nn.Module:

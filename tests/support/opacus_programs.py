@@ -139,12 +139,12 @@ def assert_by_hand(step: Step, loss: Callable[[nn.Module, Any], Tensor], denomin
     torch.testing.assert_close(step.grads, by_hand(step, loss, denominator, MAX_NORM), rtol=1e-9, atol=1e-12)
 
 
-def private(engine: Any, name: str, layers: Any, examples: int = 40, batch_size: int = 8, **options: Any) -> Any:
+def private(engine: Any, name: str, layers: Any, batch_size: int = 8, **options: Any) -> Any:
     """What ``make_private`` of an engine makes of the named program, in float64, without noise unless asked for."""
     torch.manual_seed(0)
     build, data, collate = MODELS[name]
     model = build(layers).double()
-    loader = DataLoader(data(examples), batch_size=batch_size, collate_fn=collate)
+    loader = DataLoader(data(40), batch_size=batch_size, collate_fn=collate)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     options = {"noise_multiplier": 0.0, "max_grad_norm": MAX_NORM, **options}
     return engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **options)
