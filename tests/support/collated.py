@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from case_models import Wired
+from private_runs import losses_of as plain
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
@@ -133,10 +134,6 @@ HONEST["tokens_masked_at_random"] = of_texts(language_model, guessing_losses, gu
 
 
 # What else a collate function computes over its examples.
-
-
-def plain(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def network() -> nn.Module:
