@@ -216,12 +216,13 @@ def test_the_stream_of_aes_is_that_of_openssl_and_goes_on_in_the_middle_of_a_blo
     assert resumed.position == stream.position == before + 7
 
 
-def test_released_sums_are_noisy_and_divided_and_narrow_ones_refused() -> None:
+@pytest.mark.parametrize("kind", ["standard", "hardened"])
+def test_released_sums_are_noisy_and_divided_and_narrow_ones_refused(kind: str) -> None:
     sums = [torch.full((50_000,), 10.0), torch.full((50_000,), 10.0, dtype=torch.float64)]
-    for tensor in noise_source().release(sums, 3.0, 4.0):
+    for tensor in noise_source(kind).release(sums, 3.0, 4.0):
         assert stats.kstest(tensor.numpy(), stats.norm(2.5, 0.75).cdf).pvalue > RARE
     with pytest.raises(TypeError, match=r"float32 or float64, and cast afterwards; got a sum in torch\.bfloat16"):
-        noise_source().release([torch.zeros(2, dtype=torch.bfloat16)], 1.0)
+        noise_source(kind).release([torch.zeros(2, dtype=torch.bfloat16)], 1.0)
 
 
 def test_noise_in_place_is_the_flat_draw_of_all_sums() -> None:
@@ -246,14 +247,16 @@ def test_sums_that_c_can_not_take_get_their_noise_all_the_same(odd: torch.Tensor
     assert not any(bool((tensor == 1.0).any()) for tensor in released)
 
 
-def test_no_noise_and_nothing_to_add_to() -> None:
-    assert torch.equal(noise_source().release([torch.ones(3)], 0.0, 4.0)[0], torch.full((3,), 0.25))
-    assert noise_source().release([], 1.0) == []
+@pytest.mark.parametrize("kind", ["standard", "hardened"])
+def test_no_noise_and_nothing_to_add_to(kind: str) -> None:
+    source = noise_source(kind)
+    assert torch.equal(source.release([torch.ones(3)], 0.0, 4.0)[0], torch.full((3,), 0.25))
+    assert source.release([], 1.0) == []
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="std must be"):
-            noise_source().release([torch.ones(3)], wrong)
+            source.release([torch.ones(3)], wrong)
     with pytest.raises(ValueError, match="divisor must be"):
-        noise_source().release([torch.ones(3)], 1.0, 0.0)
+        source.release([torch.ones(3)], 1.0, 0.0)
 
 
 def test_test_mode_repeats_itself_and_is_not_private() -> None:

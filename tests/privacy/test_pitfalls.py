@@ -1,11 +1,4 @@
-"""How other libraries lost privacy without a word: where each scenario is tested, and those that are tested here.
-
-Of the crashes that users of others report, most are cases elsewhere: 4-D inputs, in-place activations, keyword calls,
-masks, proj_size and lookups of positions in test_layers.py and test_law_of_norms.py; unused layers in
-test_clipper_guards.py; adapters, generate and the Trainer in test_real_models.py; checkpointing and half precision in
-test_modes.py; compiled steps in test_compiled.py; bare Parameters in test_computed_weights.py; resuming in
-test_engine_checkpoint.py; adapters trained to nothing in test_self_check.py.
-"""
+"""How other libraries lost privacy without a word: where each scenario is tested, and those that are tested here."""
 
 from pathlib import Path
 

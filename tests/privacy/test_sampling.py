@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import private_runs as runs
 import pytest
 import torch
 from scipy import stats
@@ -25,8 +26,7 @@ from torch.utils.data import (
 
 from ghostclip.errors import PrivacyError
 from ghostclip.events import FixedSizeGaussian, SampledGaussian, TruncatedGaussian
-from ghostclip.sampling import LogicalBatch, LogicalBatches, scheme_named
-from ghostclip.sampling.logical import Unowned
+from ghostclip.sampling import LogicalBatches, scheme_named
 
 # A false alarm once in a hundred thousand runs for each test.
 RARE = 1e-5
@@ -293,43 +293,20 @@ def test_sizes_out_of_range(data: Any, options: dict[str, Any], message: str) ->
         LogicalBatches(data, **options)
 
 
-class Noting(Unowned):
-    """Takes no steps, and notes what it is told."""
-
-    def __init__(self) -> None:
-        self.said: list[Any] = []
-
-    def ready(self, new_loop: bool) -> None:
-        self.said.append("a new loop" if new_loop else "the next")
-
-    def begin(self, batch: LogicalBatch | None) -> None:
-        self.said.append(batch is not None)
-
-    def left(self, batch: LogicalBatch) -> None:
-        self.said.append(batch.handed)
-
-    def discard(self, batch: LogicalBatch | None) -> None:
-        self.said.append("discarded" if batch is None else batch.handed)
-
-
 def test_leaving_a_logical_batch_is_reported_and_the_next_one_is_whole() -> None:
-    loader = LogicalBatches(Squares(), batch_size=20, max_physical_batch_size=2, seed=1)
-    loader.owner = owner = Noting()
-    whole = [
-        torch.cat([part[0] for part in batch.physical()]) for batch in LogicalBatches(Squares(), batch_size=20, seed=1)
-    ]
-    epoch = iter(loader)
-    for _ in next(epoch).physical():
+    engine = runs.engine_for(runs.network(), max_physical_batch_size=2, self_check=False)
+    found: list[torch.Tensor] = []
+    runs.on_step(engine.optimizer, lambda: found.append(runs.grads(engine.model)))
+    for examples in next(runs.nonempty(engine)).physical():
+        engine.backward(runs.losses_of(engine.model, examples))
         break
-    batch = next(epoch)
-    parts = [part[0] for part in batch.physical()]
-    assert torch.equal(torch.cat(parts), whole[1])
-    batch.discard()
-    assert next(epoch, None) is None
-    loader.discard()
-    begun = [False, True]
-    expected = ["a new loop", *begun, 1, "the next", *begun, batch.handed, "the next", False, "discarded"]
-    assert owner.said == expected
+    with pytest.raises(PrivacyError, match="left early is discarded"):
+        engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    parts = runs.gather(engine, next(runs.nonempty(engine)))
+    engine.optimizer.step()
+    expected = torch.cat([total.flatten() / 8 for total in runs.clipped_sum(runs.network(), parts, runs.HUGE)])
+    torch.testing.assert_close(found[0], expected)
 
 
 class FailsOnce(Squares):
