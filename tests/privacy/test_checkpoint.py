@@ -347,17 +347,6 @@ def test_a_kill_at_any_call_leaves_one_or_the_other(place: Path) -> None:
     assert found == {2.0, 3.0}
 
 
-def test_ctrl_c_at_any_call_leaves_one_or_the_other(place: Path) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    for at in range(1, calls_of_a_save(place) + 1):
-        with pytest.raises(KeyboardInterrupt):
-            save_with(place, 3.0, at, interrupt)
-        assert value_at(place) in (2.0, 3.0)
-        save(place, 2.0)
-
-
 def test_two_processes_do_not_write_at_once(place: Path) -> None:
     partial_folder = Path(f"{place}.partial")
     partial_folder.mkdir()

@@ -75,16 +75,6 @@ def test_errors_fall_with_bands_and_buffers_to_that_of_the_best_toeplitz_matrix(
     assert banded[-1] < buffered[-1] < 1.02 * banded[-1]
 
 
-def test_a_buffered_matrix_is_a_sum_of_exponentials() -> None:
-    correlation = BufferedToeplitz(buffers=3)
-    weights, rates = correlation.exponentials(STEPS)
-    series = correlation.series(STEPS)
-    assert (weights > 0).all()
-    assert ((rates > 0) & (rates < 1)).all()
-    for step in range(1, STEPS):
-        assert series[step] == pytest.approx(series[0] * float(weights @ rates ** (step - 1)), rel=1e-12)
-
-
 @pytest.mark.parametrize("correlation", MATRICES, ids=repr)
 @pytest.mark.parametrize("separation", [1, 4, 7, 30])
 def test_no_participation_moves_more_than_the_sensitivity(correlation: Correlation, separation: int) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,17 @@ def path(tmp_path: Path) -> Path:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What the next calls of the operating system's functions do: {name: an error to raise, or a function}."""
     faults: dict[str, Any] = {}
-    for name in ("write", "fsync", "ftruncate", "link"):
-        monkeypatch.setattr(os, name, faulty(name, getattr(os, name), faults))
-    yield faults
-    faults.clear()
 
-
-def faulty(name: str, real: Callable[..., Any], faults: dict[str, Any]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
+    def call(name: str, real: Callable[..., Any], *arguments: Any) -> Any:
         fault = faults.get(name)
         if isinstance(fault, BaseException):
             raise fault
         return real(*arguments) if fault is None else fault(real, *arguments)
 
-    return call
+    for name in ("write", "fsync", "ftruncate", "link"):
+        monkeypatch.setattr(os, name, partial(call, name, getattr(os, name)))
+    yield faults
+    faults.clear()
 
 
 def test_every_step_is_there_and_the_rest_of_the_block_is_given_back(path: Path) -> None:

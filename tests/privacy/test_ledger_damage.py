@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ledgers import EVENT, charged, put, records, some_records, spent
 
 from ghostclip.errors import LedgerError
-from ghostclip.ledger import Ledger, files
+from ghostclip.ledger import Ledger
 from ghostclip.ledger.records import encoded, line_of, parsed
 
 
@@ -126,17 +126,6 @@ def test_a_ledger_that_is_only_touched_goes_on(path: Path) -> None:
         charged(account, 1)
     account.close()
     assert spent(path) == 6
-
-
-def test_a_ledger_is_read_again_only_where_it_was_written_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    account, reads = charged(Ledger(path, block=1).account(), 1), []
-    read = files.read
-    monkeypatch.setattr(files, "read", lambda *arguments: (reads.append(arguments), read(*arguments))[1])
-    charged(account, 5)
-    assert not reads
-    path.touch()
-    charged(account, 2)
-    assert len(reads) == 1
 
 
 def test_file_systems_without_attributes_do_without(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

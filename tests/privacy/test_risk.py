@@ -52,6 +52,25 @@ def test_one_step_is_the_better_of_both_orders_of_the_neighbours(sigma: float, r
     assert found.advantage == pytest.approx(float((present[1] - present[0]).max()), abs=1e-8)
 
 
+@pytest.mark.parametrize(
+    ("sigma", "rate", "steps"),
+    [
+        *(pytest.param(*setting, marks=pytest.mark.slow) for setting in ((2.0, 0.2, 50), (0.6, 0.1, 1))),
+        (1.0, 0.01, 100),
+    ],
+)
+def test_bounds_are_those_of_riskcal(sigma: float, rate: float, steps: int) -> None:
+    """Of Kulynych et al. 2024, from two roundings of the losses; ours, from one, is never below theirs."""
+    analysis = pytest.importorskip("riskcal.calibration.dpsgd")
+    setting: dict[str, Any] = {"noise_multiplier": sigma, "sample_rate": rate}
+    found, rates = accounting.risk(**setting, steps=steps), np.array([1e-3, 0.01, 0.1, 0.9])
+    theirs = 1 - analysis.get_beta_for_dpsgd(**setting, num_steps=steps, alpha=rates)
+    ours = np.array([found.true_positive_rate(float(wrong)) for wrong in rates])
+    assert (theirs - 1e-12 <= ours).all()
+    assert (ours <= theirs + 1e-5).all()
+    assert found.advantage == pytest.approx(analysis.get_advantage_for_dpsgd(**setting, num_steps=steps), abs=1e-9)
+
+
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize(
     "kind",
@@ -75,16 +94,6 @@ def test_bounds_follow_from_every_epsilon_of_the_same_distribution(relation: str
         assert wrong < found.true_positive_rate(wrong) <= by_points + 1e-9
         # Twelve points leave little between themselves and the curve they touch.
         assert found.true_positive_rate(wrong) >= by_points - 0.05
-
-
-def test_rates_rise_together_and_the_advantage_is_their_largest_difference() -> None:
-    found = accounting.risk(**SETTING)
-    wrong = np.linspace(0, 1, 2001)
-    right = np.array([found.true_positive_rate(float(rate)) for rate in wrong])
-    assert (np.diff(right) >= 0).all()
-    assert (np.diff(right, 2) <= 1e-9).sum() >= 1990  # concave but where the two orders meet
-    assert found.advantage == pytest.approx((right - wrong).max(), abs=1e-5)
-    assert found.advantage >= (right - wrong).max()
 
 
 @pytest.mark.usefixtures("coarse_losses")
@@ -127,12 +136,7 @@ def test_noise_for_an_advantage_inverts_it(target: float) -> None:
     noise = accounting.noise_multiplier(target_advantage=target, **setting)
     assert accounting.risk(noise_multiplier=noise, **setting).advantage <= target
     assert accounting.risk(noise_multiplier=noise / (1 + 3e-5), **setting).advantage > target
-
-
-def test_noise_for_an_advantage_of_full_batches_is_the_closed_form() -> None:
-    noise = accounting.noise_multiplier(target_advantage=0.2, sample_rate=1.0, steps=4)
-    assert noise == pytest.approx(2 / (2 * stats.norm.ppf(0.6)), rel=3e-5)
-    assert accounting.noise_multiplier(target_advantage=0.2, sample_rate=1.0, steps=0) == 0.0
+    assert accounting.noise_multiplier(target_advantage=target, **{**setting, "steps": 0}) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -158,9 +162,3 @@ def test_targets_that_do_not_go_together_are_named(changes: dict[str, Any], mess
 def test_rates_out_of_range_are_named(rate: float) -> None:
     with pytest.raises(ValueError, match=r"false_positive_rate must be a number in \[0, 1\]"):
         risk_of([]).true_positive_rate(rate)
-
-
-@pytest.mark.parametrize("name", ["noise_multiplier", "sample_rate", "steps"])
-def test_settings_out_of_range_are_named(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be"):
-        accounting.risk(**{**SETTING, name: -1})
