@@ -3,14 +3,12 @@
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting import gaussian_mechanism, pld, rdp
-from dp_accounting.pld import pld_pmf
 from scipy import stats
 
 from ghostclip import accounting
@@ -31,16 +29,6 @@ def by_dp_accounting(accountant: str, relation: str, event: Any, steps: int, del
     return float(spent.get_epsilon(delta))
 
 
-def drawn(seed: int) -> dict[str, Any]:
-    draw = np.random.default_rng(seed)
-    return {
-        "noise_multiplier": float(draw.uniform(0.8, 4)),
-        "sample_rate": float(10 ** draw.uniform(-3, -1)),
-        "steps": int(draw.integers(1, 2000)),
-        "delta": float(10 ** draw.uniform(-7, -3)),
-    }
-
-
 GRID = [pytest.param(seed, accountant, marks=() if (seed, accountant) in ((0, "pld"), (1, "rdp")) else pytest.mark.slow)
         for seed in range(40) for accountant in ("pld", "rdp")]  # fmt: skip
 
@@ -48,25 +36,22 @@ GRID = [pytest.param(seed, accountant, marks=() if (seed, accountant) in ((0, "p
 @pytest.mark.parametrize(("seed", "accountant"), GRID)
 def test_epsilon_equals_dp_accounting(seed: int, accountant: str) -> None:
     """Poisson samples of one random setting; where dp-accounting has them, the other kinds and relations too."""
-    setting = drawn(seed)
-    sigma, rate, steps, delta = setting.values()
-    gaussian = dp_accounting.GaussianDpEvent(sigma)
-    poisson = dp_accounting.PoissonSampledDpEvent(rate, gaussian)
+    draw = np.random.default_rng(seed)
+    sigma, size, steps = float(draw.uniform(0.8, 4)), int(10 ** draw.uniform(3, 5)), int(draw.integers(1, 2000))
+    rate, delta = size / 10**6, float(10 ** draw.uniform(-7, -3))
+    setting = {"noise_multiplier": sigma, "sample_rate": rate, "steps": steps, "delta": delta}
+    poisson = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
     cap = math.ceil(rate * 5000 * 1.2) + 1
     cut = dp_accounting.TruncatedSubsampledGaussianDpEvent(5000, rate, cap, sigma)
     truncated = {"sampling": "truncated", "dataset_size": 5000, "max_batch_size": cap}
-    cases: list[tuple[dict[str, Any], Any]] = [({}, poisson)]
-    if accountant == "pld":
-        cases += [({"neighboring": "replace_one"}, poisson), (truncated, cut)]
-        cases += [({**truncated, "neighboring": "replace_one"}, cut)]
-    else:
-        # Replacing moves the sum by twice the bound that the noise is measured by.
-        size = round(rate * 10**6)
-        fixed = dp_accounting.SampledWithoutReplacementDpEvent(10**6, size, dp_accounting.GaussianDpEvent(sigma / 2))
-        setting["sample_rate"] = size / 10**6
-        cases = [({"sampling": "without_replacement", "neighboring": "replace_one"}, fixed)]
-        cases += [({}, dp_accounting.PoissonSampledDpEvent(size / 10**6, gaussian))]
-    for options, event in cases:
+    # Replacing moves the sum by twice the bound that the noise is measured by.
+    fixed = dp_accounting.SampledWithoutReplacementDpEvent(10**6, size, dp_accounting.GaussianDpEvent(sigma / 2))
+    replaced: dict[str, Any] = {"neighboring": "replace_one"}
+    cases = {
+        "pld": [({}, poisson), (replaced, poisson), (truncated, cut), (truncated | replaced, cut)],
+        "rdp": [({}, poisson), ({"sampling": "without_replacement"} | replaced, fixed)],
+    }
+    for options, event in cases[accountant]:
         got = accounting.epsilon(**setting, **options, accountant=accountant)
         relation = options.get("neighboring", "add_or_remove_one")
         assert got == pytest.approx(by_dp_accounting(accountant, relation, event, steps, delta), rel=1e-7)
@@ -205,12 +190,6 @@ def test_guarantees_in_words_name_what_they_are_about() -> None:
     assert accounting.guarantee([], delta=0.1).endswith("nothing was released")
 
 
-def test_almost_no_noise_is_bounded_without_gigabytes() -> None:
-    got = accounting.epsilon(noise_multiplier=0.02, sample_rate=0.01, steps=1000, delta=1e-5)
-    once = 0.5 / 0.02**2
-    assert got > 20 * once
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("accountant", accounting.ACCOUNTANTS)
 def test_noise_beyond_floating_point_is_bounded(accountant: str) -> None:
@@ -219,8 +198,6 @@ def test_noise_beyond_floating_point_is_bounded(accountant: str) -> None:
     assert accounting.epsilon(noise_multiplier=1e200, **common) == accounting.epsilon(noise_multiplier=1e12, **common)
     del common["steps"]
     assert accounting.max_steps(noise_multiplier=1e-200, target_epsilon=3.0, **common) == 0
-    with pytest.raises(ValueError, match="more than 1000000000 steps stay within"):
-        accounting.max_steps(noise_multiplier=1e200, target_epsilon=3.0, **common)
 
 
 def test_more_steps_than_are_composed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,12 +213,10 @@ def test_more_steps_than_are_composed_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert spent(10**7 + 7) < spent(10**7 + 7, "rdp")
 
 
-def test_a_coarse_grid_is_composed_as_dp_accounting_does_without_its_large_integers(monkeypatch: Any) -> None:
-    event = SampledGaussian(0.01, 5.0)
-    expected = losses.of_one_release(event, 1e-3).self_compose(5_000).get_epsilon_for_delta(1e-5)
-    monkeypatch.setattr(pld_pmf.SparsePLDPmf, "self_compose", None)
-    found = losses.composed([replace(event, count=5_000)], 1e-3)
-    assert found.get_epsilon_for_delta(1e-5) == expected
+def test_a_coarse_grid_is_composed_as_dp_accounting_does() -> None:
+    expected = losses.of_one_release(SampledGaussian(0.01, 5.0), 1e-3).self_compose(5_000)
+    found = losses.composed([SampledGaussian(0.01, 5.0, 5_000)], 1e-3)
+    assert found.get_epsilon_for_delta(1e-5) == expected.get_epsilon_for_delta(1e-5)
 
 
 def test_targets_at_the_ends() -> None:
@@ -256,15 +231,17 @@ def test_targets_at_the_ends() -> None:
 
 
 EVERYTHING: dict[str, Any] = (
-    SETTING | TARGET | TRUNCATED | {"points": 3, "accountant": "pld", "neighboring": "replace_one"}
+    SETTING | TARGET | TRUNCATED | {"points": 3, "accountant": "pld", "neighboring": "replace_one", "expected_runs": 10}
 )
-FUNCTIONS = (accounting.epsilon, accounting.noise_multiplier, accounting.max_steps, accounting.epsilon_over_time)
+FUNCTIONS = (
+    accounting.epsilon, accounting.noise_multiplier, accounting.max_steps, accounting.epsilon_over_time,
+    accounting.risk, accounting.selection_epsilon,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, -math.inf, True, "1", "nan", None, [1.0], 0.5j])
 def test_values_out_of_range_are_named(name: str, value: Any) -> None:
-    """Row "epsilon of NaN sigma is 0 (dp-accounting RDP)": every argument of every function is checked first."""
     for function in FUNCTIONS:
         taken = {key: EVERYTHING[key] for key in EVERYTHING if key in inspect.signature(function).parameters}
         if name in taken:
@@ -311,11 +288,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 def test_what_has_no_epsilon_is_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         call()
-
-
-def test_accountants_that_have_a_bound_are_named() -> None:
-    assert accounting.accountants_for(SampledGaussian(0.1, 1.0, relation="replace_one")) == ("pld",)
-    assert accounting.accountants_for(FixedSizeGaussian(0.1, 1.0, relation="replace_one")) == ("pld", "rdp")
 
 
 def test_no_remarks_of_the_accountant_reach_the_user(caplog):

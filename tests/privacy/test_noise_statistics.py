@@ -27,18 +27,6 @@ def test_noise_is_gaussian_and_independent(kind: str, numbers: int) -> None:
     assert found["repeated"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["standard", "hardened"])
-def test_the_tails_of_thirty_million_numbers(kind: str) -> None:
-    counts = np.zeros(3, int)
-    for _ in range(30):
-        sizes = np.abs(statistics.steps_of(kind, 250_000))
-        counts += [int((sizes > bound).sum()) for bound in (4.0, 4.5, 5.0)]
-    for bound, count in zip((4.0, 4.5, 5.0), counts, strict=True):
-        expected = 2 * statistics.stats.norm.sf(bound)
-        assert statistics.stats.binomtest(int(count), 30_000_000, expected).pvalue > statistics.RARE
-
-
 def gaussian(size: int = 100_000) -> np.ndarray:
     return np.random.default_rng().standard_normal(size)
 

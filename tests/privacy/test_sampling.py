@@ -83,7 +83,6 @@ def test_examples_are_included_at_the_sampling_rate_and_independently() -> None:
 
 
 def test_sizes_are_binomial_and_empty_batches_come_at_their_rate() -> None:
-    """Row "empty Poisson batch skipped": they are handed out like any other."""
     steps, size = 6000, 10
     found = members(LogicalBatches(numbered(size), batch_size=2), steps).sum(1)
     law = stats.binom(size, 0.2)
@@ -124,7 +123,6 @@ def test_batches_are_drawn_anew_from_all(sampling: str) -> None:
 @pytest.mark.parametrize(("size", "batch_size", "steps"), [(40, 4, 10), (7, 2, 4), (5, 2, 2), (3, 3, 1), (10, 7, 1)])
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 def test_each_way_to_sample_has_its_own_event(neighboring: str, size: int, batch_size: int, steps: int) -> None:
-    """Row "shuffled or fixed-size batches accounted as Poisson": whoever samples says what is charged."""
     options: dict[str, Any] = {"batch_size": batch_size, "max_physical_batch_size": 7, "neighboring": neighboring}
     said = {"sample_rate": batch_size / size, "noise_multiplier": 1.5, "relation": neighboring}
     expected = {

@@ -1,4 +1,4 @@
-"""Epsilon of the best of a random number of runs: dp-accounting's, the paper's formulas, and the exact divergence."""
+"""Epsilon of the best of a random number of runs: dp-accounting's, and above the exact divergence."""
 
 import math
 from typing import Any
@@ -25,34 +25,6 @@ def test_it_equals_dp_accounting_called_directly(runs: float, distribution: str 
     expected = rdp.RdpAccountant().compose(event).get_epsilon(1e-5)
     found = accounting.selection_epsilon(**SETTING, expected_runs=runs, distribution=distribution)
     assert found == pytest.approx(expected, rel=1e-12)
-
-
-def by_the_paper(sigma: float, mean: float, shape: float, delta: float) -> float:
-    """Theorems 2 and 6 of Papernot and Steinke 2022 for one full-batch Gaussian release, of RDP order / (2 sigma^2).
-
-    The best order on a fine grid; delta from epsilon and back by their proposition 3 (Canonne et al. 2020).
-    """
-    orders = np.concatenate([np.linspace(1.02, 12, 2000), np.linspace(12, 600, 4000)])
-    divergences = orders / (2 * sigma**2)
-    if math.isinf(shape):
-        epsilons = np.log1p(1 / (orders - 1))
-        log_deltas = (orders - 1) * (divergences - epsilons[:, None] + np.log1p(-1 / orders)) - np.log(orders)
-        total = divergences + mean * np.exp(log_deltas.min(1)) + math.log(mean) / (orders - 1)
-    else:
-        gamma = accounting.success_probability(mean, shape)
-        constant = (1 + shape) * ((1 - 1 / orders) * divergences - math.log(gamma) / orders).min()
-        total = divergences + math.log(mean) / (orders - 1) + constant
-    return float((total + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1)).min())
-
-
-@pytest.mark.parametrize("distribution", SHAPES)
-@pytest.mark.parametrize("sigma", [1.5, 4.0])
-def test_full_batches_by_the_formulas_of_the_paper(sigma: float, distribution: str | float) -> None:
-    """dp-accounting looks at fewer orders, so its bound may be a little larger."""
-    setting: dict[str, Any] = {"noise_multiplier": sigma, "sample_rate": 1.0, "steps": 1, "delta": 1e-6}
-    found = accounting.selection_epsilon(**setting, expected_runs=8, distribution=distribution)
-    expected = by_the_paper(sigma, 8, SHAPES[distribution], 1e-6)
-    assert expected - 1e-3 <= found <= 1.02 * expected
 
 
 def exact_delta(epsilon: float, sigma: float, mean: float, distribution: str) -> float:
@@ -83,19 +55,6 @@ def test_the_exact_divergence_of_a_search_is_within_it(sigma: float, mean: float
     assert exact_delta(found, sigma, mean, distribution) <= 1e-4
     if mean > 1:
         assert exact_delta(accounting.epsilon(**setting), sigma, mean, distribution) > 1e-4
-
-
-def test_it_grows_with_the_runs_and_stays_below_their_sum() -> None:
-    found = [accounting.selection_epsilon(**SETTING, expected_runs=runs) for runs in (2, 5, 20)]
-    assert accounting.epsilon(**SETTING) < found[0] < found[1] < found[2]
-    assert found[2] < accounting.epsilon(**{**SETTING, "steps": 2_000})
-
-
-def test_the_logarithmic_distribution_is_the_limit_of_small_shapes() -> None:
-    limit, near = (
-        accounting.selection_epsilon(**SETTING, expected_runs=10, distribution=each) for each in ("logarithmic", 1e-7)
-    )
-    assert near == pytest.approx(limit, rel=1e-5)
 
 
 @pytest.mark.parametrize("shape", [0.0, 1e-6, 0.5, 1.0, 3.0, 50.0])
@@ -172,16 +131,10 @@ def test_no_steps_cost_nothing_and_no_noise_protects_nothing() -> None:
     ("changes", "error", "message"),
     [
         ({"expected_runs": 0.5}, ValueError, "expected_runs must be a finite number >= 1; got 0.5"),
-        ({"expected_runs": math.inf}, ValueError, "expected_runs"),
-        ({"expected_runs": "10"}, TypeError, "expected_runs"),
         ({"distribution": "binomial"}, ValueError, "distribution must be one of 'poisson'"),
         ({"distribution": 0.0}, ValueError, "distribution must be a finite number > 0; got 0.0"),
         ({"distribution": math.inf}, ValueError, "distribution"),
         ({"distribution": None}, TypeError, "distribution"),
-        ({"noise_multiplier": 0.0}, ValueError, "noise_multiplier"),
-        ({"sample_rate": 1.5}, ValueError, "sample_rate"),
-        ({"steps": -1}, ValueError, "steps"),
-        ({"delta": 0.0}, ValueError, "delta"),
     ],
 )
 def test_arguments_out_of_range_are_named(changes: dict[str, Any], error: type[Exception], message: str) -> None:
