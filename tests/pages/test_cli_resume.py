@@ -1,5 +1,6 @@
 """`ghostclip train --checkpoint` and `--resume`: a run that was interrupted or killed ends as it should have."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,6 @@ def epsilon_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "MARKS", 1)
 
 
-def spent(steps: int) -> float:
-    return accounting.epsilon(noise_multiplier=1.0, sample_rate=500 / 1437, steps=steps, delta=1e-5)
-
-
 def steps_at(folder: Path) -> int:
     return checkpoint.load(folder).public["progress"]["steps"]
 
@@ -36,34 +33,27 @@ def trained(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, An
     return run | {"losses": losses}
 
 
-def interrupt_at(patch: pytest.MonkeyPatch, call: int) -> None:
-    """Ctrl-C inside of a step."""
-    calls = [0]
-
-    def losses_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        calls[0] += 1
-        if calls[0] == call:
-            raise KeyboardInterrupt
-        return losses_before(model, batch)
-
-    losses_before = methods.cross_entropy
-    patch.setattr(methods, "cross_entropy", losses_of)
-
-
 def test_an_interrupted_run_goes_on_and_forgets_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "run"
-    with monkeypatch.context() as patch:
+    folder, losses_of, calls = tmp_path / "run", methods.cross_entropy, itertools.count(1)
+
+    def interrupted(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         # The self-check calls the loss function three times more in each of these steps, and once more in the first.
-        interrupt_at(patch, 20)
+        if next(calls) == 20:
+            raise KeyboardInterrupt
+        return losses_of(model, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(methods, "cross_entropy", interrupted)
         assert main([*RUN, "--checkpoint", str(folder)]) == 130
     assert f"the run is kept at {folder}; add --resume" in capsys.readouterr().err
     done = steps_at(folder)
     assert 3 <= done < STEPS
     run = trained(capsys, "--checkpoint", folder, "--resume")
     assert run["steps"] == len(run["losses"]) == STEPS
-    assert run["epsilons"]["PLD"] == spent(STEPS)
+    setting = {"noise_multiplier": 1.0, "sample_rate": 500 / 1437, "steps": STEPS, "delta": 1e-5}
+    assert run["epsilons"]["PLD"] == accounting.epsilon(**setting)
     assert "nothing was trained" not in capsys.readouterr().err
     assert main([*RUN, "--checkpoint", str(folder), "--resume"]) == 0
     assert f"the run at {folder} had ended: nothing was trained" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ghostclip import accounting
-from ghostclip.accounting import RunningEpsilon, epsilon_of, running
+from ghostclip.accounting import RunningEpsilon, epsilon_of, running, targets
 from ghostclip.accounting.spent import Setting
 from ghostclip.events import Event
 
@@ -91,3 +91,10 @@ def test_calibrated_noise_is_the_least_on_the_fine_grid(name: str) -> None:
     noise, target = accounting.noise_multiplier(**spending), spending.pop("target_epsilon")
     assert accounting.epsilon(noise_multiplier=noise, **spending) <= target
     assert accounting.epsilon(noise_multiplier=noise / (1 + 1e-5), **spending) > target
+
+
+def test_a_coarse_grid_without_a_root_costs_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, epsilon_of = accounting.noise_multiplier(**SMALL), targets.epsilon_of
+    monkeypatch.setattr(targets, "epsilon_of", lambda *args, coarser=1, **options: epsilon_of(*args, **options)
+                        if coarser == 1 else 1e6)  # fmt: skip
+    assert accounting.noise_multiplier(**SMALL) == pytest.approx(expected, rel=1e-5)
