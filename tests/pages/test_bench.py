@@ -1,16 +1,21 @@
 """The benchmark: its gate finds wrong gradients, its ratios are of the same round, slow contenders run less often."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from tiny_bench import TINY, broken, unable
 
-from ghostclip.bench import CONTENDERS, Contender, Workload, compare, line_up, naive
+from ghostclip.bench import CONTENDERS, Contender, Workload, compare, line_up, memory, naive
 from ghostclip.bench.contenders import by_filling_gradients
 from ghostclip.bench.losses import class_losses
-from ghostclip.bench.reference import flat_weights, loop_norms, loop_sums, relative_error, whole_norms
+from ghostclip.bench.memory import peaks
+from ghostclip.bench.reference import relative_error
 
+MIB = 2**20
 NONPRIVATE = {"nonprivate": CONTENDERS["nonprivate"]}
 
 
@@ -61,20 +66,6 @@ def test_the_gate_opens_no_wider_than_rounding_needs():
     assert 1e-4 < field.gate <= 1e-2
 
 
-def test_the_loop_is_the_definition():
-    torch.manual_seed(0)
-    model, (inputs, targets) = TINY.model(), TINY.batch(6)
-    norms = loop_norms(model, class_losses, inputs, targets)
-    plain = loop_sums(model, class_losses, inputs, targets, {"sum": {n: torch.ones(6) for n in norms}})["sum"]
-    class_losses(model(inputs), targets).sum().backward()
-    whole = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert relative_error(whole, plain) < 1e-5
-    alone = {name: norm[:1] for name, norm in norms.items()}
-    bound = float(whole_norms(alone)) / 10
-    clipped = loop_sums(model, class_losses, inputs[:1], targets[:1], {"flat": flat_weights(alone, bound)})["flat"]
-    assert math.isclose(math.sqrt(sum(float(v.square().sum()) for v in clipped.values())), bound, rel_tol=1e-5)
-
-
 def test_relative_error_counts_nan_and_missing_parameters_as_infinite():
     expected = {"w": torch.ones(2, dtype=torch.float64)}
     assert relative_error({"w": torch.tensor([1.0, 2.0])}, expected) == pytest.approx(1 / math.sqrt(2))
@@ -111,3 +102,43 @@ def test_naive_calls_add_up_and_leave_out_what_is_not_finite(method):
     found, norms = summed(model, method, batch)
     assert torch.isfinite(norms).tolist() == [False] + [True] * 5
     torch.testing.assert_close(found, others)
+
+
+@pytest.mark.slow  # three processes, each of which imports torch
+def test_a_fresh_process_finds_what_a_step_needs():
+    found = peaks("mlp", ["nxbp"], batch_size=4096)
+    plain = found["nonprivate"]
+    # Gradients and Adam's two moments are 1.6 MiB; inputs of the hidden layers 4096 x (128 + 256) x 4 bytes, twice.
+    assert 6 * MIB < plain["peak"] < 60 * MIB
+    assert found["nxbp"]["over_nonprivate"] == found["nxbp"]["peak"] / plain["peak"] < 1
+
+
+COUNTED = """
+import ctypes
+libc = ctypes.CDLL(None)
+for name in ("malloc", "calloc", "realloc", "aligned_alloc"):
+    getattr(libc, name).restype = ctypes.c_void_p
+now, most = libc.ghostclip_allocated, libc.ghostclip_most_allocated
+now.restype = most.restype = ctypes.c_long
+size, floor = ctypes.c_size_t, now()
+most()
+blocks = [libc.malloc(size(100_000)), libc.calloc(size(10), size(20_000)), libc.aligned_alloc(size(64), size(64_000))]
+held = now() - floor
+grown = libc.realloc(ctypes.c_void_p(blocks[0]), size(1_000_000))
+for block in (grown, *blocks[1:]):
+    libc.free(ctypes.c_void_p(block))
+print(held, most() - floor, most() - floor, now() - floor)
+"""
+
+
+@pytest.mark.skipif(memory._counter() is None, reason="no compiler, or not glibc")
+def test_allocated_bytes_are_counted():
+    environment = {**os.environ, "LD_PRELOAD": memory._counter(), "PYTHONMALLOC": "malloc"}
+    command = [sys.executable, "-c", COUNTED]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    held, most, since, left = map(int, done.stdout.split())
+    assert 364_000 <= held < 364_000 + 20_000
+    # While it grew, the first block was counted once; Python's own objects come on top.
+    assert 1_264_000 <= most < 1_264_000 + 120_000
+    assert since < 20_000
+    assert left < 20_000

@@ -1,7 +1,10 @@
-"""The command line: what each command prints, and the one line a mistake ends in."""
+"""The command line: what each command prints, the one line a mistake ends in, and what is shown meanwhile."""
 
 import errno
+import json
+import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +14,8 @@ from commands import as_json, mistake, ran
 
 import ghostclip
 from ghostclip import accounting, cli
-from ghostclip.cli import train
+from ghostclip.cli import main, train
+from ghostclip.cli.progress import bar, log_on_stderr
 from ghostclip.native import kernels
 
 SAMPLING = ["--examples", "6000", "--batch-size", "60", "--epochs", "2"]
@@ -19,6 +23,8 @@ AUTO = ["--max-physical-batch-size", "auto"]
 SPENT = ["epsilon", "--noise-multiplier", "4", *SAMPLING]
 TRAIN = ["train", "--model", "mlp", "--noise-multiplier", "1", "--batch-size", "500", "--epochs", "2"]
 AUDIT = ["audit", "--model", "mlp", "--epochs", "1", "--noise-multiplier", "1", "--batch-size", "400"]
+COUNTED = ["epsilon", "--noise-multiplier", "4", "--examples", "600", "--batch-size", "60", "--epochs", "2"]
+log = logging.getLogger("ghostclip")
 NETWORKS = """
 from torch import nn
 
@@ -90,10 +96,7 @@ def test_calibrated_noise_keeps_the_target_as_printed(capsys):
     ("arguments", "expected"),
     [
         (["trian"], "invalid choice: 'trian'; did you mean 'train'? (see ghostclip --help)"),
-        (
-            ["xyz"],
-            "invalid choice: 'xyz'; choose from train, epsilon, calibrate, check, explain, bench, audit, tune",
-        ),
+        (["xyz"], "invalid choice: 'xyz'; choose from train, epsilon, calibrate, check, explain, bench, audit, tune"),
         (["train", "--modle", "mlp"], "unrecognized argument --modle; did you mean --model?"),
         (["train", "--model", "cnm"], "--model: invalid choice: 'cnm'; did you mean 'cnn'?"),
         (["epsilon"], "required: --noise-multiplier (see ghostclip epsilon --help)"),
@@ -118,6 +121,7 @@ def test_calibrated_noise_keeps_the_target_as_printed(capsys):
         (["train", "--vocabulary", "words.txt"], "--vocabulary is for imdb; digits has none"),
         (["train", "--model", "transformer"], "transformer takes token ids of texts"),
         (["train", "--method", "nonprivate", "--epsilon", "3"], "--method nonprivate takes no --epsilon"),
+        (["train", "--method", "nonprivate", "--noise", "hardened"], "--method nonprivate takes no --noise"),
         (["train", "--epsilon", "3", "--noise-multiplier", "1"], "give --epsilon or --noise-multiplier, not both"),
         (["train", "--batch-size", "1438"], "batch_size must be at most the 1437 training examples; got 1438"),
         (["train", "--max-physical-batch-size", "some"], "expected a whole number or auto; got 'some'"),
@@ -215,3 +219,73 @@ def test_a_reader_that_went_away_is_no_traceback():
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert ended.stderr == ""
     assert ended.returncode in (0, cli.READER_GONE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ("--sampling without_replacement --neighboring replace_one",
+         {"sampling": "without_replacement", "neighboring": "replace_one"}),
+        ("--sampling truncated --max-batch-size 90",
+         {"sampling": "truncated", "dataset_size": 600, "max_batch_size": 90}),
+        ("--neighboring replace_one", {"neighboring": "replace_one"}),
+        ("--sampling cyclic_poisson --bands 5", {"sampling": "cyclic_poisson", "bands": 5}),
+        ("--sampling cyclic", {"sampling": "cyclic"}),
+        ("", {}),
+    ],
+)  # fmt: skip
+def test_every_kind_of_sampling_is_accounting_s(capsys, arguments, options):
+    found = as_json(capsys, *COUNTED, *arguments.split())
+    setting = {"noise_multiplier": 4.0, "sample_rate": 0.1, "steps": 20, "delta": 1e-5, **options}
+    assert found["epsilon"] == accounting.epsilon(**setting)
+    assert {name: found[name] for name in setting} == setting
+    both = options.get("neighboring") != "replace_one" or "sampling" in options
+    assert set(found["epsilons"]) == ({"pld", "rdp"} if both else {"pld"})
+    assert found["epsilons"]["pld"] == found["epsilon"]
+    assert not both or float(found["epsilons"]["rdp"]) == accounting.epsilon(**setting, accountant="rdp")
+
+
+def test_risk_bounds_membership_attacks(capsys):
+    setting = {"noise_multiplier": 4.0, "sample_rate": 0.1, "steps": 20}
+    bound = accounting.risk(**setting)
+    found = as_json(capsys, *COUNTED, "--risk")
+    assert found["advantage"] == bound.advantage
+    assert found["true_positive_rates"] == {
+        name: bound.true_positive_rate(float(name)) for name in ("0.001", "0.01", "0.1")
+    }
+    assert ran(capsys, *COUNTED, "--risk").splitlines()[-1] == f"membership attacks: {bound}"
+    assert "advantage" not in as_json(capsys, *COUNTED)
+
+
+def test_the_log_is_shown_from_info_on_each_line_once(capsys):
+    with log_on_stderr():
+        for level in (logging.DEBUG, logging.INFO, logging.INFO, logging.WARNING):
+            log.log(level, "level %d,\nin one line", level)
+    assert capsys.readouterr().err == "ghostclip: level 20, in one line\nghostclip: level 30, in one line\n"
+
+
+def test_a_line_does_not_continue_a_bar(capsys):
+    with log_on_stderr(), bar("training", 10) as advance:
+        advance()
+        log.info("compiling")
+        advance()
+    assert re.search(r"[\r\n]ghostclip: compiling\n", capsys.readouterr().err)
+
+
+def test_commands_show_what_is_logged(capsys, monkeypatch):
+    def slow(arguments):
+        log.info("something slow begins")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "load_data", slow)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "ghostclip: something slow begins\nghostclip: interrupted\n"
+
+
+@pytest.mark.slow
+def test_calibration_is_announced_and_output_is_only_the_result():
+    where = ["--epsilon", "1", "--sample-rate", "0.1", "--steps", "20", "--json"]
+    command = [sys.executable, "-m", "ghostclip", "calibrate", *where]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["noise_multiplier"] > 0
+    assert done.stderr == "ghostclip: looking for the least noise within epsilon 1 at delta 1e-05; this takes seconds\n"

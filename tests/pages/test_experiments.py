@@ -1,13 +1,20 @@
 """The scripts behind published figures run, in a setting that takes seconds, and write what they say."""
 
+import importlib
 import json
 import random
 import re
+from statistics import mean
 
 import pytest
+import torch
 from scripts import ROOT, ran, script
+from torch.nn import functional as F
 
+from experiments.zoo import page as zoo
+from ghostclip import accounting
 from ghostclip.engine.budget import Spending
+from ghostclip.events import SampledGaussian
 from ghostclip.native import library
 from ghostclip.noise import BandedToeplitz
 from ghostclip.selection.kept import KeptRuns, Runs
@@ -163,3 +170,70 @@ def test_correlated_noise_at_equal_epsilon(tmp_path, monkeypatch):
     # For prefix sums nothing is better, and dense matrices give the same errors.
     one, *eight = results["workloads"][0]["errors"]
     assert [one, *eight] == pytest.approx([errors["1 bands"], errors["8 bands"], errors["8 bands"]], rel=1e-6)
+
+
+@pytest.mark.usefixtures("coarse_losses")
+def test_accuracy_at_equal_epsilon_is_tuned_tested_and_taken_up_again(tmp_path, monkeypatch):
+    module = script("accuracy")
+    monkeypatch.setattr(module, "EPSILONS", (3.0,))
+    monkeypatch.setattr(module, "LEAST", 2)
+    words = ["--only", module.STATISTICS, module.LINEAR, "--seeds", "2"]
+    results, page = ran(module, tmp_path, *words)
+    names = {module.STATISTICS, module.LINEAR}
+    assert {key.split("|")[1] for key in results["runs"]} == names
+    for name in names:
+        factor, validated = module.tuned(results["runs"], "images", name, 3.0)
+        assert validated == max(
+            mean(results["runs"][f"images|{name}|3|{each:g}|{1000 + seed}"] for seed in range(3))
+            for each in module.ROWS[name].rates
+        )
+        found = [results["runs"][f"images|{name}|3|{factor:g}|{seed}"] for seed in (0, 1)]
+        assert module.tested(results["runs"], "images", name, 3.0) == found
+        assert 0.9 < min(found) < 1
+    assert f"| {module.LINEAR} is better than {module.STATISTICS} | measured before | +" in page
+    # Nothing is run twice.
+    monkeypatch.setattr(module, "accuracy", None)
+    assert ran(module, tmp_path, *words)[0]["runs"] == results["runs"]
+
+
+@pytest.mark.usefixtures("coarse_losses")
+def test_noisy_statistics_are_a_ridge_regression_and_move_by_at_most_one():
+    statistics = importlib.import_module("equal_epsilon.statistics")
+    torch.manual_seed(0)
+    features, labels = F.normalize(torch.randn(60, 5, dtype=torch.float64)), torch.arange(60) % 3
+    exact = torch.linalg.lstsq(features, F.one_hot(labels, 3).double()).solution
+    torch.testing.assert_close(statistics.ridge(features, labels, 3, 1e-12, (1.0, 0)), exact, rtol=1e-6, atol=1e-8)
+    # Noise of the same size in each coordinate of an isometry of symmetric matrices: x x^T has norm 1 there.
+    draws = torch.stack([statistics.symmetric_noise(5, torch.Generator().manual_seed(seed)) for seed in range(4000)])
+    assert torch.equal(draws, draws.transpose(1, 2))
+    expected = (torch.ones(5, 5) + torch.eye(5)).double() / 2
+    torch.testing.assert_close(draws.var(0), expected, rtol=0.12, atol=0)
+    noise, mean_noise = statistics.noise_of_each(3.0, 1e-5, 0.1)
+    events = [SampledGaussian(1.0, noise, 2), SampledGaussian(1.0, mean_noise)]
+    assert 2.99 < accounting.epsilon_of(events, delta=1e-5) <= 3.0
+    assert mean_noise**-2 / (mean_noise**-2 + 2 * noise**-2) == pytest.approx(0.1)
+
+
+ERRORS = {"worst": 1e-14, "floor": 1e-15, "neighbours": 0.999999, "steps": 3, "parameters": 10, "measured": False}
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        (ERRORS, "exact"),
+        (ERRORS | {"worst": 1e-7}, "WRONG"),
+        (ERRORS | {"neighbours": 1.0001}, "WRONG"),
+        (ERRORS | {"neighbours": float("nan")}, "WRONG"),
+        (ERRORS | {"steps": 2}, "WRONG"),
+        ({"refused": "mixes"}, "refused"),
+        ({"failed": "KeyError"}, "fails"),
+        ({}, "fails"),
+    ],
+)
+def test_the_verdict_on_a_model_is_by_all_figures(errors, said):
+    assert zoo.verdict({"errors": errors}) == said
+
+
+def test_the_page_of_models_is_that_of_the_results():
+    results = json.loads((ROOT / "experiments" / "results" / "supported_models.json").read_text())
+    assert zoo.page(results) == (ROOT / "docs" / "supported_models.md").read_text()

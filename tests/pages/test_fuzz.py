@@ -1,4 +1,4 @@
-"""The fuzzer: fixed cases pass, a case is its seed's, planted bugs are found, and what it writes adds up."""
+"""The fuzzer: fixed cases pass, a case is its seed's, planted bugs and bad data sets are found."""
 
 import pytest
 import torch
@@ -7,6 +7,8 @@ from scripts import script
 fuzz = script("fuzz")
 
 from fuzzing import settings, work  # noqa: E402
+from fuzzing.collates import COLLATES  # noqa: E402
+from fuzzing.data_pairs import data_case  # noqa: E402
 
 SEEDS = range(24)
 PAIRS = [seed for seed in SEEDS if seed % work.PAIRS_EVERY == 0]
@@ -46,3 +48,24 @@ def test_a_planted_bug_is_found_by_pairs(monkeypatch):
 
 def test_every_decision_that_is_forced_is_there():
     assert settings.missing_knobs() == []
+
+
+HONEST = {each.name: each for each in COLLATES if each.honest and not each.random}
+DISHONEST = {each.name: each for each in COLLATES if not each.honest}
+
+
+@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.one_in(2)
+def test_honest_collates_move_at_most_the_bound(name):
+    outcomes = [data_case(seed, only=name, self_check=False) for seed in range(2)]
+    if HONEST[name].honest is True:
+        assert [outcome.findings for outcome in outcomes] == [[]] * 2
+    else:
+        assert any("accepted" in what for outcome in outcomes for what in outcome.findings)  # of users
+    assert max(outcome.worst_share for outcome in outcomes) > 0.5
+
+
+@pytest.mark.parametrize("name", DISHONEST)
+def test_what_moves_more_is_found_without_the_self_check(name):
+    cases = (data_case(seed, only=name, self_check=False) for seed in range(20))
+    assert any("accepted" in what for case in cases for what in case.findings)

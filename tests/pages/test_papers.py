@@ -7,8 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils.data import Subset
 
+from experiments.papers.paired import Hypothesis, Interval, interval
+from experiments.papers.training import Setting, engine_for, losses_of
+from ghostclip import datasets
 from ghostclip.bench import CONTENDERS, WORKLOADS, methods, reference
+from ghostclip.clipping import ByLayer, Composed, Flat, Quantiles
+from ghostclip.models import CNN
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "papers" / "results"
@@ -96,15 +102,45 @@ def test_a_wrong_method_gets_no_figure(monkeypatch):
         timing.time_all([timing.Setting("MLP", "mlp", 4)], ("nonprivate", "reweight"), 0.01)
 
 
-@pytest.mark.parametrize("fixed", [0, 300])
-@pytest.mark.parametrize(("most", "start"), [(1000, 16), (1000, 4000), (7, 3), (1, 8), (0, 8)])
-def test_the_largest_batch_is_found_to_within_five_percent(most, start, fixed):
-    asked = []
+POLICIES = [
+    lambda: Flat(1.0),
+    lambda: Composed(ByLayer(), Quantiles(1.0, max_norm=1.0)),
+    lambda: Composed(ByLayer(), Quantiles(1.0, count_noise=3.0)),
+]
 
-    def need(size):
-        asked.append(size)
-        return fixed + 10 * size
 
-    found = script("memory").largest_batch(need, fixed + 10 * most + 9, start)
-    assert most / 1.05 - 1 < found <= most
-    assert len(asked) == len(set(asked)) < 8
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.slow
+def test_reused_noise_spends_the_target(policy):
+    examples = Subset(datasets.digits().train, range(64))
+    setting = Setting(policy, 0.1, epochs=2, batch_size=16)
+    engines = [engine_for(setting, CNN((1, 8, 8), 10), examples, seed=None) for _ in range(2)]
+    assert engines[0].noise_multiplier == engines[1].noise_multiplier
+    assert engines[1].target_epsilon is None
+    for _ in range(setting.epochs):
+        for batch in engines[1].batches():
+            engines[1].step(batch, losses_of)
+    assert 0.99 * setting.target_epsilon < engines[1].epsilon() <= setting.target_epsilon
+
+
+@pytest.mark.parametrize(
+    ("claim", "low", "high", "expected"),
+    [
+        ("better", 0.001, 0.02, "supported"),
+        ("better", -0.01, 0.02, "not supported"),
+        ("better", -0.02, -0.001, "opposite"),
+        ("worse", -0.02, -0.001, "supported"),
+        ("worse", -0.02, 0.001, "not supported"),
+        ("worse", 0.001, 0.02, "opposite"),
+        ("as good", -0.009, 0.02, "supported"),
+        ("as good", -0.011, 0.02, "not supported"),
+        ("as good", -0.009, -0.001, "opposite"),
+    ],
+)
+def test_outcomes_follow_from_the_interval(claim, low, high, expected):
+    assert Hypothesis("a", "b", claim, "").outcome(Interval((low + high) / 2, low, high)) == expected
+
+
+def test_the_interval_is_student_s():
+    assert interval([0.0, 1.0, 2.0]) == pytest.approx((1.0, 1 - 4.30265 / 3**0.5, 1 + 4.30265 / 3**0.5), rel=1e-5)
+    assert interval([0.5, 0.5]) == (0.5, 0.5, 0.5)

@@ -228,17 +228,3 @@ def test_each_epsilon_has_its_meaning_once_and_other_accountants_are_folded(tmp_
     shown, folded = page.split("<details>", 1)
     assert "epsilon (RDP)" not in shown
     assert ["linear, epsilon 8", "8.750"] in next(table for table in tables(folded) if "epsilon (RDP)" in table[0])
-
-
-@pytest.mark.parametrize(
-    ("models", "shown"),
-    [
-        (["cnn", "cnn", "linear", "linear", "cnn"], [0, 2]),
-        (["cnn", "cnn", "cnn"], [0, 2]),
-        (["cnn", "cnn"], [0, 1]),
-        (["cnn"], [0]),
-    ],
-)
-def test_errors_are_of_one_training_of_each_network_or_of_the_first_and_last(models, shown):
-    groups = [report.RunGroup([replace(PRIVATE, model=model, confusion=[[1, 0], [0, 1]])]) for model in models]
-    assert report._mistaken(groups) == [groups[place] for place in shown]
