@@ -365,3 +365,14 @@ def test_a_missing_library_is_named_in_one_line(place: Path, monkeypatch: pytest
     for call in (lambda: save(place, 3.0), lambda: checkpoint.load(place)):
         with pytest.raises(PrivacyError, match=r'^[^\n]*pip install "\.\[checkpoint\]"$'):
             call()
+
+
+def test_ctrl_c_at_any_call_leaves_one_or_the_other(place: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for at in range(1, calls_of_a_save(place) + 1):
+        with pytest.raises(KeyboardInterrupt):
+            save_with(place, 3.0, at, interrupt)
+        assert value_at(place) in (2.0, 3.0)
+        save(place, 2.0)

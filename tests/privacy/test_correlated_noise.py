@@ -341,3 +341,24 @@ def test_users_go_with_correlation() -> None:
     assert engine.events[0].unit == "user"
     with pytest.raises(AttributeError, match="correlation of a PrivacyEngine can't be changed"):
         engine.correlation = None
+
+
+def test_the_covariance_over_2000_steps_is_that_of_the_matrix() -> None:
+    steps, numbers = 2000, 256
+    correlation = BandedToeplitz(bands=8)
+    history, noise = history_of(correlation, steps), noise_source()
+    assert history is not None
+    found = np.array([
+        history.release(noise, [torch.zeros(numbers, dtype=torch.float64)], 3.0, 1)[0].numpy() / 3.0
+        for _ in range(steps)
+    ])  # fmt: skip
+    fresh = correlation.matrix(steps=steps) @ found
+    assert stats.kstest(fresh.ravel(), "norm").pvalue > RARE
+    squares = (fresh**2).sum(1)
+    assert stats.kstest(squares, stats.chi2(numbers).cdf).pvalue > RARE
+    for lag in range(1, 40):
+        product = float((fresh[lag:] * fresh[:-lag]).sum()) / math.sqrt(numbers * (steps - lag))
+        assert abs(product) < stats.norm.isf(RARE / 40)
+    # Prefix sums: what the error says.
+    errors = np.cumsum(found, 0)
+    assert math.sqrt((errors**2).mean()) == pytest.approx(correlation.error(steps=steps), rel=0.1)

@@ -221,3 +221,19 @@ def test_the_command_line_says_how_its_noise_was_made(tmp_path: Path, capsys: py
     assert "<td>hardened</td>" in page
     assert "lattice of public step" in page
     assert as_json(capsys, *words)["runs"][0]["noise"] == "standard"
+
+
+def share_of_multiples(mode: str, total: float, unit: float) -> float:
+    """How many of the small noisy sums of ``total`` are multiples of ``unit``."""
+    (found,) = noise_source(mode).release([torch.full((100_000,), total)], 1.0)
+    small = found[found.abs() < 2**-4].double()
+    return float((small / unit == (small / unit).round()).double().mean())
+
+
+def test_low_digits_tell_sums_apart_in_floating_point_and_not_on_the_lattice() -> None:
+    # 1 + noise in float32 is rounded to 2^-24 near 1 and to 2^-23 beyond, noise alone far finer (Mironov 2012).
+    assert share_of_multiples("standard", 1.0, 2**-25) == 1.0
+    assert share_of_multiples("standard", 0.0, 2**-25) < 0.3
+    assert share_of_multiples("hardened", 1.0, 2**-25) == share_of_multiples("hardened", 0.0, 2**-25) == 1.0
+    step = Lattice(1.0, 1.0).step
+    assert share_of_multiples("hardened", 1.0, step) == share_of_multiples("hardened", 1e-7, step) == 1.0

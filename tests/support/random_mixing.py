@@ -38,7 +38,8 @@ def has_two_owners(mixing: Mixing, model: nn.Module, losses: Tensor) -> bool:
         return False
     rows = torch.stack(grads).flatten(2).abs().amax(2)  # [losses, rows]
     largest, second = rows.topk(2, dim=0).values
-    return bool((second > 1e-3 * largest).any()) and any(bool((grad.abs() > 1e-6).any()) for grad in below if grad is not None)
+    found = [grad for grad in below if grad is not None]
+    return bool((second > 1e-3 * largest).any()) and any(bool((grad.abs() > 1e-6).any()) for grad in found)
 
 
 def _drawn(seed: int) -> tuple[Subject, Mixing, int]:
