@@ -28,7 +28,7 @@ RESULTS = ROOT / "experiments" / "results"
 TESTS = ("tests/layers", "tests/clipper", "tests/engine", "tests/privacy/test_noise.py",
          "tests/privacy/test_noise_cipher.py")  # fmt: skip
 FOR_TESTS = ("pytest", "pytest-xdist", "hypothesis", "safetensors", "pyarrow", "transformers", "peft",
-             "torch-geometric", "opacus", "scikit-learn", "tqdm", "matplotlib", "jinja2")  # fmt: skip
+             "torch-geometric", "opacus", "pandas", "scikit-learn", "tqdm", "matplotlib", "jinja2")  # fmt: skip
 WORKLOADS = ("rnn", "lstm", "embedding", "transformer", "gpt-128", "mlp")
 # {way: what else its process has in the environment}
 WAYS = {"compiled here": {}, "wheel": {}, "none": {"GHOSTCLIP_COMPILE": "0"}}

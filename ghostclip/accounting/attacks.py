@@ -135,7 +135,10 @@ def risk_of(events: Iterable[Event], *, delta: float | None = None, coarser: int
         return Risk([NO_ATTACK], delta, delta and 0.0)
     if any(event.noise_multiplier < LEAST_NOISE for event in happened):
         return Risk([ALWAYS_RIGHT], delta, delta and math.inf)
-    loss = composed(happened, coarser * grid_interval(happened))
+    try:
+        loss = composed(happened, coarser * grid_interval(happened))
+    except OverflowError:  # losses too large for floating point
+        return Risk([ALWAYS_RIGHT], delta, delta and math.inf)
     orders = [loss._pmf_remove] if loss._symmetric else [loss._pmf_remove, loss._pmf_add]
     return Risk([_curve(order) for order in orders], delta, delta and float(loss.get_epsilon_for_delta(delta)))
 

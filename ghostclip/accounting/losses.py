@@ -30,10 +30,16 @@ SMALLEST, ROUNDING = 0.01, 1e-8
 
 
 def epsilon_by_losses(events: Sequence[SampledRelease], delta: float, coarser: int = 1) -> float:
-    """Epsilon of at least one event, all with noise, on a grid ``coarser`` times as wide; of Gaussians exactly."""
+    """Epsilon of at least one event, all with noise, on a grid ``coarser`` times as wide; of Gaussians exactly.
+
+    inf where losses are so large that floating point can't say by how much.
+    """
     if all(map(is_gaussian, events)) and (found := _by_formula(events, delta)) > SMALLEST:
         return found
-    return float(composed(events, coarser * grid_interval(events)).get_epsilon_for_delta(delta))
+    try:
+        return float(composed(events, coarser * grid_interval(events)).get_epsilon_for_delta(delta))
+    except OverflowError:
+        return math.inf
 
 
 def is_gaussian(event: SampledRelease) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +51,10 @@ class Adaptive:
         self.learning_rate = positive(learning_rate=self.learning_rate)
         self.count_noise = None if self.count_noise is None else positive(count_noise=self.count_noise)
         self._begun = self.max_norm
+
+    def begun(self) -> Adaptive:
+        """A copy that begins where this one began: what it learnt of one engine's data is for that engine alone."""
+        return replace(self, max_norm=self._begun)
 
     @property
     def sensitivity(self) -> float:

@@ -66,7 +66,9 @@ def as_policy(clipping: Any) -> Policy | Groupwise:
         return copy.deepcopy(clipping)  # it learns the groups of one model
     if type(clipping) is PerLayer and clipping.thresholds is not None and clipping.has_patterns:
         return Composed(thresholds=Fixed(clipping.thresholds))  # its sensitivity counts the layers of the model
-    if type(clipping) in OWN or type(clipping) in (Adaptive, Clamped):
+    if type(clipping) is Adaptive:
+        return clipping.begun()
+    if type(clipping) in OWN or type(clipping) is Clamped:
         return clipping
     if isinstance(clipping, Adaptive):
         raise TypeError(

@@ -201,8 +201,9 @@ class LogicalStep:
         """Ends the logical batch after a failure wherever in its step: nothing stands in the way of the next one."""
         if isinstance(failure, Exception):
             self.release.ranks.report_failure(failure)
+        took_place = self.release.state in (BatchState.RELEASED, BatchState.STEPPED)
         self.begin(None)
-        if self._sums.is_released():
+        if took_place or self._sums.is_released():
             self._sums.drop_gradients()
 
     def discard(self, batch: LogicalBatch | None) -> None:

@@ -57,14 +57,13 @@ def test_the_norm_finds_its_quantile(quantile: float, start: float) -> None:
 
 def test_one_step_follows_the_formula() -> None:
     """The count is over the physical batches together, and divided by the public batch size, not the realised one."""
-    policy = Adaptive(1.0, target_quantile=0.3, learning_rate=0.5)
-    norms = torch.linspace(0.2, 2.0, 100)
+    norms, policy = torch.linspace(0.2, 2.0, 100), Adaptive(1.0, target_quantile=0.3, learning_rate=0.5)
     engine = engine_for(norms, policy, noise_multiplier=0.0, noise="standard", seed=None, max_physical_batch_size=7)
     batch = next(iter(engine.batches()))
     record = engine.step(batch, losses_of)
     below = float((record.norms <= 1.0).sum())
     share = (below - len(record.norms) / 2) / 50 + 0.5
-    assert policy.max_norm == pytest.approx(math.exp(-0.5 * (share - 0.3)), rel=1e-5)
+    assert engine.clipping.max_norm == pytest.approx(math.exp(-0.5 * (share - 0.3)), rel=1e-5)
 
 
 def test_one_example_moves_the_count_by_a_half() -> None:
@@ -79,8 +78,9 @@ def test_one_example_moves_the_count_by_a_half() -> None:
 @pytest.mark.slow
 def test_noise_on_the_count_has_its_standard_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, shares = Adaptive(2.0, count_noise=3.0), []
-    monkeypatch.setattr(policy, "update", shares.append)
-    run(engine_for(torch.full((400,), 5.0), policy, noise_multiplier=0.7, batch_size=4, seed=11), 8)
+    engine = engine_for(torch.full((400,), 5.0), policy, noise_multiplier=0.7, batch_size=4, seed=11)
+    monkeypatch.setattr(engine.clipping, "update", shares.append)
+    run(engine, 8)
     # All are above: the count is minus half the sample's size, whose variance is that of a binomial number.
     spread = np.std(np.array(shares) * 4)
     expected = math.sqrt(3.0**2 + 400 * 0.01 * 0.99 / 4)
@@ -91,8 +91,8 @@ def test_noise_on_the_count_has_its_standard_deviation(monkeypatch: pytest.Monke
 def test_the_count_of_an_abandoned_batch_is_dropped() -> None:
     found = []
     for abandon in (False, True):
-        policy = Adaptive(1.0)
-        engine = engine_for(torch.linspace(0.2, 2.0, 100), policy, max_physical_batch_size=5, noise_multiplier=0.0)
+        norms = torch.linspace(0.2, 2.0, 100)
+        engine = engine_for(norms, Adaptive(1.0), max_physical_batch_size=5, noise_multiplier=0.0)
         epoch = iter(engine.batches())
         for part in next(epoch).physical():
             engine.backward(losses_of(engine.model, part))
@@ -101,8 +101,8 @@ def test_the_count_of_an_abandoned_batch_is_dropped() -> None:
         runs.leave(engine)
         record = engine.step(next(epoch), losses_of)
         share = float(((record.norms <= 1.0).float() - 0.5).sum()) / 50 + 0.5
-        found.append(policy.max_norm)
-        assert policy.max_norm == pytest.approx(math.exp(-0.2 * (share - 0.5)), rel=1e-5)
+        found.append(engine.clipping.max_norm)
+        assert found[-1] == pytest.approx(math.exp(-0.2 * (share - 0.5)), rel=1e-5)
     assert found[0] == found[1]
 
 
@@ -132,13 +132,13 @@ def test_a_target_is_met_with_the_count_included() -> None:
 
 @pytest.mark.parametrize("noise", ["standard", "hardened"])
 def test_the_norm_is_one_within_a_logical_batch_and_the_default_noise_a_twentieth_of_it(noise: str) -> None:
-    policy = Adaptive(1.0)
-    engine = engine_for(torch.linspace(0.2, 2.0, 100), policy, max_physical_batch_size=5, noise=noise, seed=None)
+    norms = torch.linspace(0.2, 2.0, 100)
+    engine = engine_for(norms, Adaptive(1.0), max_physical_batch_size=5, noise=noise, seed=None)
     for batch in engine.batches():
         seen = {engine.backward(losses_of(engine.model, part)).sensitivity for part in batch.physical()}
-        assert seen == {policy.max_norm}
+        assert seen == {engine.clipping.max_norm}
         engine.optimizer.step()
-        assert policy.max_norm not in seen
+        assert engine.clipping.max_norm not in seen
         engine.optimizer.zero_grad()
     assert [part.noise_multiplier for part in engine.events[0].events] == [1.0, 2 * 50 / 20]
 
@@ -149,6 +149,16 @@ def test_without_private_noise_the_count_isnt_private_either(options: dict[str, 
     run(engine, 1)
     assert engine.epsilon() == math.inf
     assert all(event.noise_multiplier == 0 for event in engine.events)
+
+
+def test_what_one_engine_learnt_is_no_start_for_another() -> None:
+    """The second engine's data would be charged alone for what both say."""
+    policy = Adaptive(1.0)
+    first = engine_for(torch.full((400,), 30.0), policy)
+    run(first, 2)
+    assert first.clipping.max_norm > 1.1
+    assert policy.max_norm == engine_for(torch.rand(400), policy).clipping.max_norm == 1.0
+    assert engine_for(torch.rand(400), first.clipping).clipping.max_norm == 1.0
 
 
 def test_a_state_is_kept() -> None:

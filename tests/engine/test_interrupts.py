@@ -180,3 +180,31 @@ def test_a_ledgers_lock_is_free_after_any_signal(
     assert account.runs[account.run][EVENT] >= granted
     account.close()
     assert spent(path) >= granted
+
+
+def test_after_ctrl_c_behind_the_update_the_next_step_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step was charged and taken; what it left in p.grad is no leak."""
+    engine = runs.engine_for(runs.network(), noise_multiplier=1.0)
+    runs.train(engine, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._steps.release.sums, "remember_released", interrupted_in_remembering(engine))
+        with pytest.raises(KeyboardInterrupt):
+            runs.train(engine, 1)
+    assert engine.steps_taken == 2
+    runs.train(engine, 1)
+    assert engine.steps_taken == 3
+
+
+def interrupted_in_remembering(engine: PrivacyEngine) -> Callable[[], None]:
+    """Remembers the released gradients the first time, forgets them and is interrupted the second."""
+    sums, calls = engine._steps.release.sums, [0]
+    remember = sums.remember_released
+
+    def remembering() -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            sums._guard._known.clear()
+            raise KeyboardInterrupt
+        remember()
+
+    return remembering

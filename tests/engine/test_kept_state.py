@@ -251,3 +251,23 @@ class Metric(nn.Module):
 def test_a_metric_in_the_model_is_named_as_private_and_trains_on(caplog):
     steps(model_of(Metric()))
     assert sum("the attribute '1.total' keeps something of the examples" in said for said in caplog.messages) == 1
+
+
+class Counter(nn.Module):
+    """Counts examples in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += len(x)
+        return x
+
+
+@pytest.mark.parametrize("around", [[], [nn.Dropout(0.1)]], ids=["alone", "beside dropout"])
+def test_a_buffer_that_counts_examples_is_refused(around):
+    """How many a batch has is private, and the buffer is published with the model."""
+    with pytest.raises(UnsupportedModelError, match=r"in the buffer '1\.seen'"):
+        steps(model_of(Counter(), *around))

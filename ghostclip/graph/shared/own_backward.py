@@ -93,7 +93,8 @@ class OwnBackward:
         below, found = self.gradients(grad), list[Tensor]()
         for slot in slots:
             shape = shape_of(self.node.next_functions[slot])
-            found.append(grad.new_zeros(shape) if (part := below[slot]) is None else part.sum_to_size(shape))
+            part = grad.new_zeros(shape) if below[slot] is None else below[slot]
+            found.append((part if part.layout == torch.strided else part.to_dense()).sum_to_size(shape))
         return found
 
     def _reads(self, wrong: list[Tensor], entries: Tensor, grad: Tensor, slots: Sequence[int]) -> bool:
