@@ -14,7 +14,6 @@ from scipy.stats import binom
 from torch.utils._pytree import tree_leaves
 
 import ghostclip
-from ghostclip.clipper.cutting import leaves_of
 from ghostclip.clipping import Automatic, Custom, Grouped, PerLayer
 from ghostclip.compiled import clip as compiling
 from ghostclip.compiled import trial
@@ -356,13 +355,6 @@ def test_a_wrong_loss_shape_is_refused_compiled_or_not():
         with pytest.raises(ghostclip.LossShapeError):
             engine.step(batch, lambda m, b: losses_of(m, b).mean())
         break
-
-
-def test_batches_that_are_no_tensors_of_one_length_have_no_leaves():
-    assert leaves_of({"x": torch.zeros(3, 2), "y": [torch.zeros(3)]})[2] == 3
-    assert leaves_of((torch.zeros(3), torch.zeros(4))) is None
-    assert leaves_of((torch.zeros(3), "text")) is None
-    assert leaves_of((torch.zeros(()),)) is None
 
 
 @pytest.mark.usefixtures("interpreted")

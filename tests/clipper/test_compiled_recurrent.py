@@ -8,22 +8,12 @@ from recurrent_readers import LAYERS, losses_of, model_of
 from torch.library import opcheck
 
 import ghostclip
+from ghostclip.compiled import trial
 from ghostclip.nn.rnn import fused, kernels
 from ghostclip.nn.rnn.trace import Incoming, Trace
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    interpret(monkeypatch)
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
-@pytest.mark.parametrize(
-    "name", [*list(LAYERS)[:4], *(pytest.param(n, marks=pytest.mark.slow) for n in list(LAYERS)[4:])]
-)
-@pytest.mark.one_in(8)
-def test_a_graph_gives_the_sums_of_eager(name, second_pass):
+def assert_sums_of_eager(name, second_pass):
     model, plain = model_of(name), model_of(name)
     clipper = ghostclip.GhostClipper(model, 0.5, second_pass=second_pass, compile=True)
     reference = ghostclip.GhostClipper(plain, 0.5, second_pass=second_pass)
@@ -38,25 +28,21 @@ def test_a_graph_gives_the_sums_of_eager(name, second_pass):
     assert clipper.compiled.graphs == 1
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", ["rnn", "lstm", "gru"])
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@pytest.mark.parametrize(
+    "name", [*list(LAYERS)[:4], *(pytest.param(n, marks=pytest.mark.slow) for n in list(LAYERS)[4:])]
+)
+@pytest.mark.one_in(8)
+def test_a_graph_gives_the_sums_of_eager(name, second_pass, monkeypatch):
+    interpret(monkeypatch)
+    assert_sums_of_eager(name, second_pass)
+
+
 @pytest.mark.slow
-def test_longer_sequences_make_no_larger_graph(name):
-    sizes = []
-    for steps in (3, 40):
-        clipper = ghostclip.GhostClipper(
-            model_of(name), 0.5, second_pass="cached", norm_strategy="direct", compile=True
-        )
-        for _ in range(2):  # whose rows are whose is stored from the second batch on
-            clipper.clip(losses_of, (torch.randn(5, steps, 3, dtype=torch.float64),))
-        (plan,) = clipper.compiled._plans.values()
-        nodes = list(plan.region.graph.graph.nodes)
-        sizes.append(len(nodes))
-        assert [str(node.target) for node in nodes if "ghostclip" in str(node.target)] == [
-            "ghostclip.recurrence.default",
-            "ghostclip.back_through_time.default",
-        ]
-    assert sizes[0] == sizes[1]
+@pytest.mark.parametrize("name", ["rnn", "lstm", "gru"])
+def test_inductor_takes_the_operations_as_they_are(name, monkeypatch):
+    monkeypatch.setattr(trial, "clock", lambda: 0.0)  # its graph is used, whatever is faster
+    assert_sums_of_eager(name, "cached")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -82,22 +68,3 @@ def test_the_operations_keep_to_what_they_say_of_themselves(mode, gates, dtype):
     for one, other in zip((*found[:4], *found.summed()), (*expected[:4], *expected.summed()), strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["rnn", "lstm", "gru"])
-def test_inductor_takes_the_operations_as_they_are(name):
-    from ghostclip.compiled.clip import CompiledClip
-
-    model, plain = model_of(name), model_of(name)
-    clipper = ghostclip.GhostClipper(model, 0.5, second_pass="cached", compile=True)
-    found: CompiledClip = clipper.compiled
-    for _ in range(2):
-        batch = (torch.randn(5, 7, 3, dtype=torch.float64),)
-        model.zero_grad()
-        clipper.clip(losses_of, batch)
-    asked = found.ask(losses_of, batch)
-    sums = found._plans[asked.key].run(asked, found.keep_rows(asked)).sums
-    ghostclip.GhostClipper(plain, 0.5, second_pass="cached").clip(losses_of, batch)
-    for total, (name, expected) in zip(sums, gradients(plain).items(), strict=True):
-        torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-10, msg=name)

@@ -154,16 +154,6 @@ def test_both_forms_of_norms_and_margins_agree(order, positions, sizes, monkeypa
     assert bool((by_c.absolute >= parts.square() * (1 - 1e-12)).all())
 
 
-def test_long_examples_are_measured_in_the_direct_form(monkeypatch):
-    """Of 4 x 4 numbers, where Gram matrices of 40 rows take more operations."""
-    monkeypatch.setattr(ragged, "ragged_gram", lambda *a: pytest.fail("a Gram matrix"))
-    index = torch.zeros(40, dtype=torch.int64)
-    left, right = torch.randn(40, 1, 4).double(), torch.randn(40, 1, 4).double()
-    term = ragged.regrouped(OuterProduct(left, right, torch.Size((4, 4))), 1, ragged.RowIndex(index, 1))
-    expected = (left[:, 0].T @ right[:, 0]).square().sum()
-    torch.testing.assert_close(term.closed_form(False).squared_norms, expected.unsqueeze(0), **EXACT)
-
-
 @pytest.mark.parametrize(
     ("mistake", "build"),
     [

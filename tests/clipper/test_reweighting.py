@@ -1,63 +1,16 @@
-"""Which sums the second pass forms by rules though a backward would do, and how far down its passes go."""
+"""How far down the passes of a step go: the sums above that are exact, whichever gradients were kept."""
 
 import oracle
 import pytest
 import torch
 from case_fallback import with_parameters
 from comparing import assert_close, assert_dicts_close, gradients
-from dispatched import Ops
 from torch import Tensor, nn
 
 import ghostclip
 from ghostclip.clipper.collector import Keep
 
 MAX_NORM = 0.05
-
-
-class Bag(nn.Module):
-    """Losses [B] of texts: the mean of their words, and where asked a convolution over them, then a linear layer."""
-
-    def __init__(self, convolution: bool = False, **options: object) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(40, 6, **options)
-        self.over = nn.Conv1d(6, 6, 3) if convolution else nn.Identity()
-        self.linear = nn.Linear(6, 3)
-
-    def forward(self, words: Tensor) -> Tensor:
-        hidden = self.over(self.words(words).transpose(1, 2)).mean(2)
-        return self.linear(hidden.tanh()).abs().sum(1)
-
-
-def words() -> Tensor:
-    torch.manual_seed(1)
-    return torch.randint(40, (5, 7))
-
-
-def step(model: nn.Module) -> set[str]:
-    """Names of the operations in the passes of a step, whose sum is the loop's."""
-    grads = oracle.per_example_grads(model, lambda losses: losses, (words(),))
-    # Nothing kept, so that the second pass has to form all sums.
-    clipper = ghostclip.GhostClipper(ghostclip.wrap(model), MAX_NORM, memory_budget=1)
-    clipper.backward(model(words()))
-    model.zero_grad()
-    losses = model(words())
-    with Ops() as ops:
-        clipper.backward(losses)
-    assert_dicts_close(gradients(model), oracle.clipped_sum(grads, MAX_NORM), 1e-10)
-    return {name for name, _, _ in ops.seen}
-
-
-@pytest.mark.parametrize("options", [{}, {"convolution": True}, {"padding_idx": 3, "convolution": True}])
-def test_sums_are_formed_by_rules(options):
-    assert "embedding_dense_backward" not in step(Bag(**options).double())
-
-
-def test_hooks_get_the_finished_sum():
-    model, seen = Bag().double(), []
-    model.linear.weight.register_hook(seen.append)
-    assert "embedding_dense_backward" not in step(model)
-    assert len(seen) == 2
 
 
 class Residual(nn.Module):

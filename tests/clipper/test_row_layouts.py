@@ -15,12 +15,9 @@ from ghostclip.clipper.forwards import ModelCalls
 from ghostclip.clipper.trial import without_trace
 from ghostclip.errors import RowsMovedError, UnsupportedModelError
 from ghostclip.graph import alarm, layouts
-from ghostclip.graph.moves import movements
 from ghostclip.graph.overwritten import overwriting
-from ghostclip.graph.owners import owners
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import read_graph
-from ghostclip.graph.shared.search import edges_of
 from ghostclip.norms.ragged import RowIndex
 
 WIDTH = 5
@@ -41,16 +38,16 @@ class Model(nn.Module):
         return self.second(self.between(self, self.first(x).tanh(), *more)).square().flatten(1).sum(1)
 
 
-def moved(between, *data, examples=6):
-    """What moves rows in a graph of one batch, and whether it does in this batch."""
-    model = ghostclip.wrap(Model(between))
-    losses = model(torch.randn(examples, WIDTH), *data)
-    uses = read_graph(losses, ParameterNames(model))
-    found = owners(losses, uses.calls, edges_of(uses, uses.nodes, losses), uses.weights_alone)
-    at = {edge: each for edge, each in found.items() if isinstance(edge, tuple)}
-    at |= {(uses.capturing[call], 0): found[call] for call in uses.calls}
-    movement = movements(uses, at, examples)
-    return movement, movement is None or movement.moved(uses, examples)
+def measured(sizes, between=lambda m, h: h, *data, dtype=torch.float32, factors=1.0, **options):
+    """Which of some batches are measured, by number from 1."""
+    found, known = [], layouts.Layouts(lambda _: None)
+    model = ghostclip.wrap(Model(between).to(dtype))
+    names = ParameterNames(model)
+    for number, examples in enumerate(sizes, 1):
+        losses = model(torch.randn(examples, WIDTH, dtype=dtype), *data) * factors
+        if known.lay_out(losses, read_graph(losses, names), names, forward=lambda: None, **options).measured:
+            found.append(number)
+    return found
 
 
 class Own(torch.autograd.Function):
@@ -139,37 +136,21 @@ IN_ORDER, PERMUTED = torch.arange(6), torch.tensor([3, 1, 5, 0, 2, 4])
 
 @pytest.mark.parametrize("name", ALWAYS)
 def test_what_moves_rows_by_values_is_measured_in_every_batch(name):
-    assert moved(ALWAYS[name])[0] is None
+    assert measured([6] * 3, ALWAYS[name]) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", NEVER)
 def test_what_leaves_the_examples_in_place_moves_nothing(name):
-    movement, moves = moved(NEVER[name])
-    assert movement is not None
-    assert not moves
+    assert measured([6] * 3, NEVER[name]) == [1, 2]
 
 
 @pytest.mark.parametrize("name", BY_INDEX)
 def test_an_index_is_looked_at(name):
-    assert moved(BY_INDEX[name], PERMUTED)[1]
-    movement, moves = moved(BY_INDEX[name], IN_ORDER)
-    assert movement is not None
-    assert moves == (name not in SEES_ORDER)
+    assert measured([6] * 3, BY_INDEX[name], PERMUTED) == [1, 2, 3]
+    assert measured([6] * 3, BY_INDEX[name], IN_ORDER) == ([1, 2] if name in SEES_ORDER else [1, 2, 3])
 
 
 # When ownership is measured ------------------------------------------------------------------------------------------
-
-
-def measured(sizes, between=lambda m, h: h, dtype=torch.float32, factors=1.0, **options):
-    """Which of some batches are measured, by number from 1."""
-    found, known = [], layouts.Layouts(lambda _: None)
-    model = ghostclip.wrap(Model(between).to(dtype))
-    names = ParameterNames(model)
-    for number, examples in enumerate(sizes, 1):
-        losses = model(torch.randn(examples, WIDTH, dtype=dtype)) * factors
-        if known.lay_out(losses, read_graph(losses, names), names, forward=lambda: None, **options).measured:
-            found.append(number)
-    return found
 
 
 def test_batches_of_a_kind_are_measured_less_and_less_often():
@@ -308,7 +289,7 @@ def test_a_function_of_ones_own_that_begins_to_mix_two_of_many_is_seen_in_its_ba
 
 def test_a_function_of_ones_own_that_begins_to_permute_is_measured_from_then_on():
     left = iter([of_sigmoid] * 4 + [lambda grad, h: grad[PERMUTED]] * 3)
-    assert measured([6] * 7, lambda m, h: Own.apply(h, next(left)), torch.float64) == [1, 2, 4, 5, 6, 7]
+    assert measured([6] * 7, lambda m, h: Own.apply(h, next(left)), dtype=torch.float64) == [1, 2, 4, 5, 6, 7]
 
 
 def in_passes_alone(grad, h):
