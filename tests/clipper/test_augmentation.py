@@ -107,9 +107,3 @@ def test_views_drawn_at_random_pass_the_self_check(data, loss_fn, caplog):
     untrained = copy.deepcopy(model)
     sums = trained(model, data, loss_fn)
     assert_mean_gradients(sums, untrained, SEEN[0], caplog)
-
-
-def test_a_loss_for_each_view_is_refused():
-    data = TensorDataset(torch.randn(EXAMPLES, VIEWS, 2, 4, 4, dtype=torch.float64), LABELS)
-    with pytest.raises(ghostclip.errors.LossShapeError, match="one entry for each of the 6 examples"):
-        trained(convolutional(), data, of_views)

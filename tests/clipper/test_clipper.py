@@ -1,7 +1,6 @@
 """GhostClipper: what its answers promise beyond the table of layer cases."""
 
 import copy
-import io
 import re
 
 import oracle
@@ -10,12 +9,10 @@ import torch
 from case_models import Wired, two_linears
 from case_types import project
 from cases import case
-from comparing import assert_close, assert_dicts_close, gradients, ready, truth, typical_norm
+from comparing import assert_close, assert_dicts_close, every_pass, gradients, ready, truth, typical_norm
 from torch import nn
 
 import ghostclip
-
-every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 
 
 @every_pass
@@ -72,17 +69,6 @@ def test_a_copy_of_a_wrapped_model_is_a_model_of_its_own():
     other = ghostclip.GhostClipper(copied, clipping=1.0)
     other.backward(row.losses(copied(*row.inputs())))
     assert_dicts_close(gradients(copied), oracle.clipped_sum(truth(row), 1.0), 1e-10)
-
-
-def test_a_saved_state_loads_into_a_plain_model():
-    row, file = case("lstm decoder"), io.BytesIO()
-    model, clipper, losses = ready(row)
-    clipper.backward(losses)
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    plain = row.build(nn).double()
-    plain.load_state_dict(torch.load(file, weights_only=True))
-    assert_close(row.losses(plain(*row.inputs())), losses, 1e-12)
 
 
 def test_parameters_frozen_after_wrapping():

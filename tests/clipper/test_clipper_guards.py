@@ -7,14 +7,12 @@ import pytest
 import torch
 from case_models import two_linears
 from cases import case
-from comparing import assert_close, assert_dicts_close, gradients, ready, truth
+from comparing import assert_close, assert_dicts_close, every_pass, gradients, ready, truth
 from torch import nn
 from torch.nn import functional as F
 
 import ghostclip
 from ghostclip import GhostClipError, GradientLeakError, LossShapeError, StaleInputError
-
-every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import copy
 import oracle
 import pytest
 import torch
-from case_fallback import Gated, OwnCell, with_parameters
+from case_fallback import OwnCell, with_parameters
 from case_types import project
-from comparing import assert_close, assert_dicts_close, assert_exact, batch, gradients
+from comparing import assert_close, assert_dicts_close, assert_exact, batch, every_pass, gradients
 from computed_programs import COMPUTED, FORMS, Skeleton, called
 from torch import nn
 from torch.func import functional_call
@@ -15,8 +15,6 @@ from torch.nn.utils import parametrizations
 
 import ghostclip
 from ghostclip import GhostClipper, UnsupportedModelError
-
-every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 
 
 @pytest.mark.parametrize("program", [p for p in COMPUTED if p.name.startswith(("linear", "convolution"))][::4], ids=str)
@@ -142,9 +140,3 @@ def test_a_graph_that_is_stale_is_refused(changed):
         clipper.norms(losses)
     with pytest.raises(ghostclip.StaleInputError):
         clipper.norms(losses)
-
-
-def test_explain_names_what_has_no_rule():
-    plan = {f"{row.layer}.{row.parameter}": row.rule for row in ghostclip.GhostClipper(Gated(nn)).explain()}
-    assert plan[".gate"] == "fallback (Gated)"
-    assert plan["project.weight"] == "Linear"

@@ -5,7 +5,7 @@ What is made on the meta device has no values: whatever came into a computation 
 
 import pytest
 import torch
-from comparing import gradients
+from comparing import every_pass, gradients
 from private_runs import data, engine_for, losses_of, network, weights
 
 import ghostclip
@@ -17,7 +17,6 @@ POLICIES = {
     "per layer": ghostclip.clipping.PerLayer(0.5),
     "automatic": ghostclip.clipping.Automatic(0.5),
 }
-every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 ELSEWHERE = torch.device("meta")
 

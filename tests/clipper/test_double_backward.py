@@ -7,7 +7,7 @@ import pytest
 import torch
 from case_models import Wired
 from cases import CASES
-from comparing import TOLERANCE, assert_close, assert_dicts_close, exact_or_refused, gradients, typical_norm
+from comparing import TOLERANCE, assert_close, assert_dicts_close, every_pass, exact_or_refused, gradients, typical_norm
 from penalties import LOSSES, MODELS, Once, OnInputs, on_slope
 from torch import nn
 
@@ -57,16 +57,7 @@ def in_the_loop(plain, loss, x):
     return {name.removeprefix("model."): each for name, each in found.items()}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_clipped_sums_in_float32(name):
-    plain, model, inputs = both(name, torch.float32)
-    x = inputs(5)
-    expected = in_the_loop(plain, on_slope, x)
-    GhostClipper(model, typical_norm(expected)).backward(on_slope(model, x.float()))
-    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, typical_norm(expected)), TOLERANCE[torch.float32])
-
-
-@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+@every_pass
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.one_in(6)
@@ -80,6 +71,15 @@ def test_losses_of_gradients_are_clipped_exactly_in_batches_of_several_sizes(nam
         result = clipper.backward(LOSSES[loss](model, x))
         assert_close(result.norms, oracle.norms(expected), 1e-9, 1e-3 * oracle.norms(expected).max())
         assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.3), 1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_in_float32(name):
+    plain, model, inputs = both(name, torch.float32)
+    x = inputs(5)
+    expected = in_the_loop(plain, on_slope, x)
+    GhostClipper(model, typical_norm(expected)).backward(on_slope(model, x.float()))
+    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, typical_norm(expected)), TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("how", ["norms", "backward", "per_example_grads"])

@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import on_ranks, outcome
 from sharded import MODELS, QUIET, grads, settled, sharded, share
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -93,11 +93,7 @@ def failing_once() -> tuple[str, dict[str, Tensor], int]:
     model = sharded(build())
     clipper = GhostClipper(model, NORM)
     losses = losses_of(model, share(make()))
-    try:
-        clipper.backward(losses.mean() if dist.get_rank() else losses)
-        said = "nothing"
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+    said = outcome(lambda: clipper.backward(losses.mean() if dist.get_rank() else losses))
     left = len(grads(model))
     clipper.backward(losses_of(model, share(make())))
     return said, grads(model), left
@@ -114,15 +110,6 @@ def test_a_rank_that_fails_takes_the_others_with_it(tmp_path: Path) -> None:
         assert left == 0
         for name, total in expected.items():
             torch.testing.assert_close(sums[name], total, rtol=1e-10, atol=1e-14)
-
-
-def refused(work: Callable[[nn.Module], Any], dtype: torch.dtype = torch.float64) -> str:
-    """What ``work`` on a small network raised."""
-    try:
-        work(MODELS["network"][0]().to(dtype))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def backward_after(change: Callable[[nn.Module], Any]) -> Callable[[nn.Module], None]:
@@ -194,8 +181,9 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 
 
 def all_refused() -> dict[str, str]:
-    found = {name: refused(work) for name, (work, _) in REFUSED.items()}
-    return found | {"narrow": refused(backward_after(lambda _: None), torch.bfloat16)}
+    build = MODELS["network"][0]
+    found = {name: outcome(partial(work, build())) for name, (work, _) in REFUSED.items()}
+    return found | {"narrow": outcome(lambda: backward_after(lambda _: None)(build().bfloat16()))}
 
 
 def test_what_would_not_be_exact_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from cases import CASES_AND_DTYPES
-from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, ready, truth, typical_norm
+from comparing import TOLERANCE, assert_close, assert_dicts_close, every_pass, gradients, ready, truth, typical_norm
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +23,7 @@ def by_group(grads, group_of, thresholds):
     return norms, weights, sums
 
 
-@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+@every_pass
 @pytest.mark.parametrize(("row", "dtype"), CASES_AND_DTYPES)
 @pytest.mark.one_in(12)
 def test_per_layer_equals_the_loop(row, dtype, second_pass):
@@ -66,7 +66,7 @@ def expected_grads(model, x, y):
     return oracle.grads_of_single_losses(model, losses_of(model, x, y))
 
 
-@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@every_pass
 def test_groups_that_divide_a_layer(second_pass):
     model, x, y = model_and_batch()
     norms, weights, sums = by_group(expected_grads(model, x, y), group_of, THRESHOLDS)

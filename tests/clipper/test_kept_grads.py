@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comparing import gradients
+from comparing import every_pass, gradients
 from dispatched import Ops
 from torch import nn
 from torch.nn import functional as F
@@ -22,7 +22,7 @@ def losses(model):
     return F.cross_entropy(model(inputs), torch.randint(3, (4,)), reduction="none")
 
 
-@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@every_pass
 @pytest.mark.parametrize("budget", [None, 1])
 def test_hooks_of_a_parameter_run_once_on_the_finished_sum(second_pass, budget):
     plain, each = (clipper(second_pass=second_pass, memory_budget=budget) for _ in range(2))

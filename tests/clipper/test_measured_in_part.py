@@ -6,7 +6,7 @@ In the others, layers and the boundaries that were found are looked at.
 import oracle
 import pytest
 import torch
-from comparing import gradients
+from comparing import every_pass, gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,14 +36,6 @@ class Picked(nn.Module):
         return found.view(len(x), -1).square().sum(1)
 
 
-class Late(Picked):
-    """Six positions, as many as there are examples in a batch."""
-
-    def forward(self, x):
-        rows = torch.tanh(self.first(x))[:, :6] + self.table(torch.arange(6)) * 2
-        return self.second(rows * self.scale + self.late).flatten(1).square().sum(1)
-
-
 @pytest.fixture
 def searched(monkeypatch):
     """In which batches everything was looked at."""
@@ -68,8 +60,8 @@ def clip(clipper, data, **options):
     return result.norms, gradients(clipper.model)
 
 
-def assert_exact(clipper, data, model=None, **options):
-    model = Picked() if model is None else model
+def assert_exact(clipper, data, **options):
+    model = Picked()
     model.load_state_dict(clipper.model.state_dict())
     grads = oracle.grads_of_single_losses(model, model(data, **options))
     norms, sums = clip(clipper, data, **options)
@@ -77,18 +69,12 @@ def assert_exact(clipper, data, model=None, **options):
     torch.testing.assert_close(sums, oracle.clipped_sum(grads, 1.0), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+@every_pass
 def test_batches_in_part_are_exact(second_pass, searched):
     clipper = ghostclip.GhostClipper(ghostclip.wrap(Picked()), 1.0, second_pass=second_pass)
     for number in range(11):
         assert_exact(clipper, batch(number))
     assert searched == [1, 2, 4, 8]
-
-
-def test_a_table_as_long_as_the_first_batch_is_found_late():
-    """So the gradients that are held come from two plain backwards."""
-    clipper = ghostclip.GhostClipper(ghostclip.wrap(Late()), 1.0, second_pass="cached")
-    assert_exact(clipper, batch(1), model=Late())
 
 
 @pytest.mark.parametrize(

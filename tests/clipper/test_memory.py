@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import gradients
+from comparing import every_pass, gradients
 from dispatched import Live, Ops
 from torch import nn
 
@@ -75,7 +75,7 @@ def test_peak_memory_beside_ordinary_training(second_pass, allowed):
     assert step(model, lambda losses: clipper.backward(losses) and None) <= allowed * ordinary
 
 
-@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@every_pass
 def test_a_finished_step_leaves_gradients_only(second_pass):
     model = chain(4, 24)
     clipper = ghostclip.GhostClipper(model, second_pass=second_pass)

@@ -16,7 +16,7 @@ import torch
 from case_models import cnn, transformer
 from case_types import project
 from cases import case
-from comparing import assert_close, assert_dicts_close, gradients, truth
+from comparing import assert_close, assert_dicts_close, every_pass, gradients, truth
 from dispatched import Live
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +25,6 @@ import ghostclip
 
 MAX_NORM = 0.5
 NARROW = [torch.bfloat16, torch.float16]
-every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 
 
 def small(name: str) -> tuple[nn.Module, Tensor]:
@@ -38,21 +37,16 @@ def small(name: str) -> tuple[nn.Module, Tensor]:
     return transformer(nn), torch.randint(11, (4, 9))
 
 
-def losses_of(model: nn.Module, inputs: Tensor, context: Callable[[], Any] = nullcontext) -> Tensor:
+def losses_of(outputs: Tensor) -> Tensor:
     """Losses of the kind that doesn't overflow in float16, computed in float32."""
-    with context():
-        outputs = model(inputs)
     return (outputs.float() - 1).square().sum(1)
 
 
-def loop(model: nn.Module, inputs: Tensor, context: Callable[[], Any] = nullcontext) -> Tensor:
+def loop(model: nn.Module, inputs: Tensor, precision: Any) -> Tensor:
     """Gradients of single examples by plain autograd, [B, parameters] in float64."""
-    rows = []
-    for one in inputs.split(1):
-        grads = torch.autograd.grad(losses_of(model, one, context).sum(), list(model.parameters()), allow_unused=True)
-        rows.append(torch.cat([torch.zeros(p.numel()) if g is None else g.flatten() for g, p in
-                               zip(grads, model.parameters(), strict=True)]).double())  # fmt: skip
-    return torch.stack(rows)
+    with precision:
+        grads = oracle.per_example_grads(model, losses_of, (inputs,))
+    return torch.cat([each.flatten(1) for each in grads.values()], 1).double()
 
 
 def assert_as_near_as_the_loop(found: Tensor, narrow: Tensor, exact: Tensor, eps: float) -> None:
@@ -64,13 +58,13 @@ def assert_as_near_as_the_loop(found: Tensor, narrow: Tensor, exact: Tensor, eps
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
 @every_pass
 def test_autocast_is_as_exact_as_the_loop_under_autocast(name, dtype, second_pass):
-    def context() -> torch.autocast:
-        return torch.autocast("cpu", dtype)
-
     model, inputs = small(name)
-    exact, narrow = loop(copy.deepcopy(model), inputs), loop(copy.deepcopy(model), inputs, context)
+    autocast = torch.autocast("cpu", dtype)
+    exact, narrow = loop(model, inputs, nullcontext()), loop(model, inputs, autocast)
     clipper = ghostclip.GhostClipper(model, MAX_NORM, second_pass=second_pass)
-    result = clipper.backward(losses_of(model, inputs, context))
+    with autocast:
+        outputs = model(inputs)
+    result = clipper.backward(losses_of(outputs))
     assert result.norms.dtype == torch.float32
     eps = torch.finfo(dtype).eps
     assert_as_near_as_the_loop(result.norms, narrow.norm(dim=1), exact.norm(dim=1), eps)

@@ -7,7 +7,9 @@ are watched by marks.
 import oracle
 import pytest
 import torch
-from comparing import assert_dicts_close, gradients
+from case_fallback import with_parameters
+from case_models import Wired
+from comparing import assert_dicts_close, every_pass, gradients
 from torch import nn
 
 import ghostclip
@@ -37,27 +39,16 @@ def reversed_order(h, gate):
     return h * (1 - gate) + gate * h.flip(0)
 
 
-class Layers(nn.Module):
+def layers(meeting):
     """Two layers, and the examples meet between them."""
-
-    def __init__(self, meeting):
-        super().__init__()
-        self.meeting, self.first, self.second = meeting, nn.Linear(WIDTH, 6), nn.Linear(6, 3)
-
-    def forward(self, x, gate):
-        return self.second(self.meeting(torch.tanh(self.first(x)), gate)).square().sum(1)
+    wiring = lambda m, x, gate: m.second(meeting(torch.tanh(m.first(x)), gate)).square().sum(1)  # noqa: E731
+    return Wired(wiring, first=nn.Linear(WIDTH, 6), second=nn.Linear(6, 3))
 
 
-class Bare(nn.Module):
+def bare(meeting):
     """Parameters outside of layers alone, and the examples meet above them."""
-
-    def __init__(self, meeting):
-        super().__init__()
-        self.meeting = meeting
-        self.first, self.scale = nn.Parameter(torch.randn(WIDTH, 6)), nn.Parameter(torch.randn(6))
-
-    def forward(self, x, gate):
-        return self.meeting(x @ self.first * self.scale, gate).square().sum(1)
+    wiring = lambda m, x, gate: meeting(x @ m.first * m.scale, gate).square().sum(1)  # noqa: E731
+    return with_parameters(wiring, {"first": (WIDTH, 6), "scale": (6,)})
 
 
 def clipped(build, meeting, second_pass, gates):
@@ -72,12 +63,19 @@ def clipped(build, meeting, second_pass, gates):
     return clipper, model, x
 
 
-BUILDS = pytest.mark.parametrize("build", [Layers, Bare])
-PASSES = pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def assert_measured_and_refused(clipper, model, x):
+    """In a batch with the gate open, whose graph shows that examples mix; nothing is added."""
+    with pytest.raises(UnsupportedModelError, match="examples mix") as caught:
+        clipper.backward(model(x, 1.0))
+    assert not isinstance(caught.value, RowsMovedError)
+    assert all(p.grad is None for p in model.parameters())
+
+
+BUILDS = pytest.mark.parametrize("build", [layers, bare])
 
 
 @BUILDS
-@PASSES
+@every_pass
 def test_norms_that_follow_marks_are_refused(build, second_pass):
     """At once where the graph is still there to be measured: "reweight" keeps it for its second backward."""
     clipper, model, x = clipped(build, with_the_mean, second_pass, (FAINT, FAINT))
@@ -94,13 +92,10 @@ def test_norms_that_follow_marks_are_refused(build, second_pass):
 def test_two_examples_that_meet_are_seen_by_the_second_backward(build):
     """Norms of the other 62 follow no mark. The graph is still there, and is measured."""
     clipper, model, x = clipped(build, two_exchanged, "reweight", (FAINT, FAINT))
-    with pytest.raises(UnsupportedModelError, match="examples mix") as caught:
-        clipper.backward(model(x, 1.0))
-    assert not isinstance(caught.value, RowsMovedError)
-    assert all(p.grad is None for p in model.parameters())
+    assert_measured_and_refused(clipper, model, x)
 
 
-@PASSES
+@every_pass
 @BUILDS
 def test_what_was_noticed_is_measured_in_the_same_step(build, second_pass):
     """By a second forward, which says where examples mix."""
@@ -110,10 +105,10 @@ def test_what_was_noticed_is_measured_in_the_same_step(build, second_pass):
     assert not isinstance(caught.value, RowsMovedError)
 
 
-@PASSES
+@every_pass
 def test_rows_in_another_order_are_measured_and_clipped_once(second_pass):
     """Nothing stays of the sums that were formed before it was seen. "cached" runs the forward again."""
-    clipper, model, x = clipped(Layers, reversed_order, second_pass, (FAINT, FAINT))
+    clipper, model, x = clipped(layers, reversed_order, second_pass, (FAINT, FAINT))
     found = {}
     for name, each in (("known", clipper), ("new", ghostclip.GhostClipper(model, 1.0))):
         model.zero_grad()
@@ -127,28 +122,24 @@ def test_rows_in_another_order_are_measured_and_clipped_once(second_pass):
 
 
 @BUILDS
-@PASSES
+@every_pass
 def test_a_gradient_where_there_were_zeros_is_measured(build, second_pass):
     clipper, model, x = clipped(build, with_the_mean, second_pass, (0.0, 0.0))
-    with pytest.raises(UnsupportedModelError, match="examples mix") as caught:
-        clipper.backward(model(x, 1.0))
-    assert not isinstance(caught.value, RowsMovedError)
+    assert_measured_and_refused(clipper, model, x)
 
 
-@PASSES
+@every_pass
 def test_a_structure_of_which_a_batch_was_refused_is_measured_from_then_on(second_pass):
     """The fourth is refused when it is measured, and so is the fifth."""
-    clipper, model, x = clipped(Layers, with_the_mean, second_pass, (FAINT, FAINT, FAINT))
+    clipper, model, x = clipped(layers, with_the_mean, second_pass, (FAINT, FAINT, FAINT))
     for _ in range(2):
-        with pytest.raises(UnsupportedModelError, match="examples mix") as caught:
-            clipper.backward(model(x, 1.0))
-        assert not isinstance(caught.value, RowsMovedError)
+        assert_measured_and_refused(clipper, model, x)
 
 
-@PASSES
+@every_pass
 def test_gradients_too_small_for_marks_are_not_watched(second_pass):
     """Their squares would leave float32 beside marks, and with them the digits of norms."""
-    model = ghostclip.wrap(Layers(lambda h, gate: h))
+    model = ghostclip.wrap(layers(lambda h, gate: h))
     clipper = ghostclip.GhostClipper(model, 1.0, second_pass=second_pass)
     x = torch.randn(EXAMPLES, WIDTH)
     found = [clipper.backward(model(x, 1.0) * 1e-16).norms for _ in range(3)]
@@ -156,18 +147,16 @@ def test_gradients_too_small_for_marks_are_not_watched(second_pass):
 
 
 def test_a_structure_whose_second_measurement_fails_is_measured_from_then_on(monkeypatch):
-    clipper, model, x = clipped(Layers, with_the_mean, "cached", (FAINT,) * 3)  # the fourth is measured
+    clipper, model, x = clipped(layers, with_the_mean, "cached", (FAINT,) * 3)  # the fourth is measured
     failing = LossShapeError("losses of another shape")
     monkeypatch.setattr(measuring, "owners", lambda *_, **__: (_ for _ in ()).throw(failing))
     with pytest.raises(LossShapeError):
         clipper.backward(model(x, FAINT))
     monkeypatch.undo()
-    with pytest.raises(UnsupportedModelError, match="examples mix") as caught:
-        clipper.backward(model(x, 1.0))
-    assert not isinstance(caught.value, RowsMovedError)
+    assert_measured_and_refused(clipper, model, x)
 
 
-@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@every_pass
 def test_sums_of_watched_passes_are_exact(second_pass):
     """Their gradients are those of marked losses, and are divided by the marks."""
     torch.manual_seed(0)

@@ -10,11 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
-from ghostclip import PrivacyEngine, UnsupportedModelError
-from ghostclip.clipper.cutting import cut, leaves_of, take_rows
+from ghostclip import PrivacyEngine
 from ghostclip.engine.micro_batching import slice_rows
 from ghostclip.errors import is_out_of_memory
 
@@ -127,18 +125,6 @@ def test_values_with_and_without_the_example_of_each_row(index: Any) -> None:
     assert_steps_by_hand(engine_of(Values(), "jagged"), batch_index=index)
 
 
-class OnNested(Padded):
-    def forward(self, texts: Tensor) -> Tensor:
-        return self.out(torch.stack([each.mean(0) for each in self.hidden(texts).unbind()]))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layers_on_nested_tensors_are_refused(layout: str) -> None:
-    engine = engine_of(OnNested(), layout)
-    with pytest.raises(UnsupportedModelError, match="got a nested"):
-        engine.step(next(iter(engine.batches())), loss_fn)
-
-
 def test_memory_that_runs_out_for_rows_with_an_index_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def scarce(*_: Any) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -153,49 +139,12 @@ def test_memory_that_runs_out_for_rows_with_an_index_is_said(monkeypatch: pytest
     assert is_out_of_memory(found.value)
 
 
-def ragged(layout: torch.layout, ragged_dim: int = 1) -> Tensor:
-    parts = [torch.randn(length, 3) for length in (2, 5, 1, 4)]
-    found = torch.nested.nested_tensor(parts, layout=layout)
-    return found.transpose(1, 2) if ragged_dim == 2 else found
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ragged_dim", [1, 2])
-@pytest.mark.parametrize("rows", [[0], [2, 3], [3, 0, 0, 1], [1, 2]])
-def test_rows_of_nested_tensors(layout: str, ragged_dim: int, rows: list[int]) -> None:
-    whole = ragged(LAYOUTS[layout], ragged_dim)
-    found = take_rows(whole, torch.tensor(rows))
-    assert found.layout == whole.layout
-    torch.testing.assert_close(list(found.unbind()), [whole.unbind()[row] for row in rows], rtol=0, atol=0)
-    if rows == [2, 3]:
-        parts = slice_rows({"x": whole, "y": torch.arange(4)}, 4, 2, 4)
-        torch.testing.assert_close(list(parts["x"].unbind()), list(found.unbind()), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("whole", "examples", "message"),
-    [
-        (lambda: torch.nested.nested_tensor_from_jagged(torch.randn(8, 3), torch.tensor([0, 4, 8]),
-                                                        torch.tensor([2, 3])), 2, "lengths of its own"),
-        *((lambda layout=layout: ragged(layout), 5, "a nested tensor of 4 rows") for layout in LAYOUTS.values()),
-    ],
-)  # fmt: skip
-def test_what_is_not_divided(whole: Callable[[], Tensor], examples: int, message: str) -> None:
+def test_what_is_not_divided() -> None:
     """Jagged tensors with holes, and other numbers of rows than examples."""
-    with pytest.raises(TypeError, match=message):
-        slice_rows([whole()], examples, 0, 1)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_only_dense_tensors_are_leaves(layout: str) -> None:
-    nested, dense = ragged(LAYOUTS[layout]), torch.zeros(4, 2)
-    assert leaves_of([nested, dense]) is None
-    found = leaves_of([dense])
-    assert found is not None
-    assert found[2] == 4
-
-
-def test_packed_sequences_of_other_numbers_of_parts_are_no_examples():
-    packed = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
-    assert cut(packed, 3, [0, 2]) is packed
-    assert cut(packed, 2, [1]).batch_sizes.tolist() == [1, 1]
+    offsets, lengths = torch.tensor([0, 4, 8]), torch.tensor([2, 3])
+    with pytest.raises(TypeError, match="lengths of its own"):
+        slice_rows([torch.nested.nested_tensor_from_jagged(torch.randn(8, 3), offsets, lengths)], 2, 0, 1)
+    for layout in LAYOUTS.values():
+        whole = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(5, 3)], layout=layout)
+        with pytest.raises(TypeError, match="a nested tensor of 2 rows"):
+            slice_rows([whole], 5, 0, 1)

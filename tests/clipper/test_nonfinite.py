@@ -7,14 +7,12 @@ import torch
 from case_fallback import with_parameters
 from case_models import cnn, recurrent, two_linears
 from case_types import project
-from comparing import assert_dicts_close, gradients
+from comparing import assert_dicts_close, every_pass, gradients
 from torch import nn
 from torch.nn import functional as F
 
 import ghostclip
 from ghostclip import GhostClipper, UnsupportedModelError
-
-every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 
 MODELS = {
     "linear": (lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), (3,)),

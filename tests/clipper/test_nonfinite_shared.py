@@ -11,7 +11,7 @@ import pytest
 import torch
 from case_fallback import with_parameters
 from case_models import Wired
-from comparing import assert_dicts_close, gradients
+from comparing import assert_dicts_close, every_pass, gradients
 from graphs import interpret
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +22,6 @@ from ghostclip import GhostClipper
 from ghostclip import clipping as c
 
 MAX_NORM, BAD = 0.3, 1
-every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 
 
 def _gain_frozen() -> nn.Module:
@@ -168,25 +167,6 @@ def test_numbers_that_overflow_in_float32(name: str) -> None:
     assert_dicts_close(gradients(model), expected(model.double(), [part.double() for part in inputs], BAD), 1e-4)
 
 
-def rows_in_place(m: Any, x: Tensor) -> Tensor:
-    """Multiplies a part of a tensor with a bare parameter, in place."""
-    h = m.first(x).clone()
-    h[:, -1] *= m.p
-    return h.square().sum((1, 2))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
-def test_an_operation_in_place_that_kept_what_is_not_finite_drops_nobody_else_unseen(value, second_pass):
-    model = with_parameters(rows_in_place, {"p": (4,)}, first=nn.Linear(3, 4))
-    clipper = ghostclip.GhostClipper(model, 0.1, second_pass=second_pass)
-    x = torch.randn(5, 2, 3)
-    assert bool(clipper.norms(model(x)).isfinite().all())
-    x[1, -1, 0] = value
-    with pytest.raises(ghostclip.UnsupportedModelError, match="write it out of place"):
-        clipper.backward(model(x))
-
-
 def keys_that_show_nothing(m: Any, x: Tensor) -> Tensor:
     """Attention over one position whose keys are a bare parameter; a parameter below it has no gradient."""
     h = torch.tanh(m.first(x))
@@ -196,7 +176,7 @@ def keys_that_show_nothing(m: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("clipping", [0.1, ghostclip.clipping.PerLayer(0.1)])
-@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@every_pass
 def test_an_example_that_is_not_finite_beside_keys_that_show_nothing(clipping, second_pass):
     """Leaving out all others for it would move the sum by all their shares."""
     parts = {"p": (1, 4), "q": (1, 4)}

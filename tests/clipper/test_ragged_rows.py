@@ -115,12 +115,6 @@ class Network(nn.Module):
         return gathered(h.square().sum(1), r, examples)
 
 
-def of_single_losses(losses, of):
-    """[B, *shape], zeros where a loss has none."""
-    grads = [torch.autograd.grad(loss, of, retain_graph=True, allow_unused=True)[0] for loss in losses]
-    return torch.stack([torch.zeros_like(of) if grad is None else grad for grad in grads])
-
-
 def expected(sizes, owner):
     """True where rows follow their owners, False where one does not, None where it can hardly be seen.
 
@@ -142,8 +136,9 @@ def assert_exact_or_refused(operations, n, features, examples, seed):
     losses = model(x, r, examples)
     if not losses.requires_grad or not losses.isfinite().all():
         return None
-    sizes = of_single_losses(losses, model.rows).abs().amax(2)
-    each = {name: of_single_losses(losses, p) for name, p in model.named_parameters()}
+    options = {"retain_graph": True, "materialize_grads": True}
+    sizes = torch.stack([torch.autograd.grad(loss, model.rows, **options)[0] for loss in losses]).abs().amax(2)
+    each = oracle.grads_of_single_losses(model, losses)
     max_norm = comparing.typical_norm(each)
     exact, zeros = expected(sizes, sizes.argmax(0)), bool((sizes.amax(0) < 1e-12).any())
     for index, wanted in ((None, exact), (r, expected(sizes, r))):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from case_models import Wired
+from comparing import every_pass
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -43,7 +44,7 @@ def squares(outputs):
 
 
 @pytest.mark.parametrize("policy", [BOUND, PerLayer(BOUND)], ids=["flat", "each layer"])
-@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+@every_pass
 @pytest.mark.parametrize("draw", DRAWS)
 def test_a_share_in_batches_of_one_keeps_to_the_bound(draw, second_pass, policy):
     network = model(draw)
@@ -76,40 +77,29 @@ def test_a_forward_after_a_backward_draws_numbers_that_no_pass_has_drawn():
         assert len(drawn) - before == 5
 
 
-class Computed:
-    """A chain of checkpointed blocks, each a layer from ``width`` to ``rank`` and back, that counts their forwards."""
-
-    def __init__(self, width, rank):
-        torch.manual_seed(0)
-        self.count = 0
-
-        def block(h, down, up):
-            self.count += 1
-            return h + up(down(h)).tanh()
-
-        def wiring(m, x):
-            h = m.first(x)
-            for down, up in ((m.down, m.up), (m.down2, m.up2)):
-                h = checkpoint(block, h, down, up, use_reentrant=False)
-            return m.head(h)
-
-        sizes = {"first": (8, width), "down": (width, rank), "up": (rank, width), "down2": (width, rank),
-                 "up2": (rank, width), "head": (width, 2)}  # fmt: skip
-        self.model = Wired(wiring, **{name: nn.Linear(*size) for name, size in sizes.items()}).double()
-        self.model.first.requires_grad_(False)
-
-
 @pytest.mark.parametrize(("rank", "computed"), [(2, 4), (40, 6)], ids=["small", "large"])
 def test_blocks_with_small_gradients_are_computed_again_once(rank, computed):
     """Two in the forward, two in the first pass and, where gradients are large, two in the second pass."""
-    chain = Computed(48, rank)
-    clipper = GhostClipper(chain.model, 0.5)
-    x = torch.randn(4, 32, 8, dtype=torch.float64)
+    forwards = []
+
+    def counted(h, block):
+        forwards.append(1)
+        return h + block(h).tanh()
+
+    def wiring(m, x):
+        h = m.first(x)
+        for block in m.blocks:
+            h = checkpoint(counted, h, block, use_reentrant=False)
+        return m.head(h)
+
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(48, rank), nn.Linear(rank, 48)) for _ in range(2)])
+    model = Wired(wiring, first=nn.Linear(8, 48).requires_grad_(False), blocks=blocks, head=nn.Linear(48, 2)).double()
+    clipper, x = GhostClipper(model, 0.5), torch.randn(4, 32, 8, dtype=torch.float64)
     for _ in range(3):  # the third isn't measured
-        chain.count = 0
-        chain.model.zero_grad()
-        clipper.backward(squares(chain.model(x)))
-    assert chain.count == computed
+        forwards.clear()
+        model.zero_grad()
+        clipper.backward(squares(model(x)))
+    assert len(forwards) == computed
     assert clipper.verify(lambda model, x: squares(model(x)), x) < 1e-9
 
 

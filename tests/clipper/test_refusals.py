@@ -18,6 +18,7 @@ import ragged_refusals
 import torch
 from case_fallback import ScaleAndDouble, with_parameters
 from case_models import Wired
+from comparing import every_pass
 from penalties import Once, sloped
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -397,15 +398,6 @@ def templates(source: str) -> Iterator[tuple[int, str, str]]:
             yield node.lineno, "".join(".*" if word is None else re.escape(word) for word in words), text
 
 
-@pytest.mark.parametrize("loss", [contrast, lambda h: losses(h - h.mean(0)), lambda h: losses(h / h.norm())])
-def test_what_mixes_examples_is_said_in_few_words(loss: Callable[[Any], Tensor]) -> None:
-    for layer in (nn.Linear(3, 3), nn.LayerNorm(3), nn.Conv1d(6, 5, 1)):
-        with pytest.raises(GhostClipError) as raised:
-            clip(one(layer), loss=loss)
-        assert len(str(raised.value).split()) <= 35
-        assert str(raised.value).count(";") == 1
-
-
 RULES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "turned": lambda grad, x: (grad * x).sum(1).T,
     "one number": lambda grad, x: (grad * x).sum(),
@@ -417,7 +409,7 @@ RULES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@every_pass
 def test_a_rule_of_a_wrong_shape_names_its_layer(rule: Any, second_pass: str) -> None:
     clip(with_rule(lambda grad, x: (grad * x).sum(1)), second_pass=second_pass)
     with pytest.raises(GhostClipError, match=r"layer \(Ruled\): its rule, per_example\('weight'\), must return"):

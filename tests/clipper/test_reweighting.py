@@ -1,10 +1,13 @@
 """How far down the passes of a step go: the sums above that are exact, whichever gradients were kept."""
 
+from typing import Any
+
 import oracle
 import pytest
 import torch
 from case_fallback import with_parameters
-from comparing import assert_close, assert_dicts_close, gradients
+from case_models import Wired
+from comparing import assert_close, assert_dicts_close, every_pass, gradients
 from torch import Tensor, nn
 
 import ghostclip
@@ -13,29 +16,24 @@ from ghostclip.clipper.collector import Keep
 MAX_NORM = 0.05
 
 
-class Residual(nn.Module):
+def residual(m: Any, inputs: Tensor) -> Tensor:
     """Losses [B] of a network with branches that meet again, so that its lowest layer is hard to find."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(5)])
-        self.over_time = nn.LSTM(6, 6, num_layers=2, bidirectional=True, proj_size=3, batch_first=True)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        first, second, third, beside, last = self.layers
-        hidden = torch.tanh(first(inputs))
-        hidden = hidden + torch.tanh(second(hidden))
-        ahead, _ = self.over_time(hidden)
-        hidden = third(ahead) * torch.sigmoid(beside(inputs)) + hidden
-        return last(hidden).square().mean((1, 2))
+    first, second, third, beside, last = m.layers
+    hidden = torch.tanh(first(inputs))
+    hidden = hidden + torch.tanh(second(hidden))
+    ahead, _ = m.over_time(hidden)
+    hidden = third(ahead) * torch.sigmoid(beside(inputs)) + hidden
+    return last(hidden).square().mean((1, 2))
 
 
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.one_in(3)
 def test_the_second_backward_ends_at_the_lowest_layer_that_has_to_be_summed(seed):
     """Whichever parameters are kept, the sums of the others are exact."""
-    model, inputs = Residual().double(), torch.randn(5, 4, 6, dtype=torch.float64)
+    layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(5)])
+    over_time = nn.LSTM(6, 6, num_layers=2, bidirectional=True, proj_size=3, batch_first=True)
+    model = Wired(residual, layers=layers, over_time=over_time).double()
+    inputs = torch.randn(5, 4, 6, dtype=torch.float64)
     grads = oracle.per_example_grads(model, lambda losses: losses, (inputs,))
     clipper = ghostclip.GhostClipper(ghostclip.wrap(model), MAX_NORM)
     kept = torch.rand(100, generator=torch.Generator().manual_seed(seed)) < (seed % 4 + 1) / 5
@@ -59,7 +57,7 @@ def test_the_second_backward_ends_at_the_lowest_layer_that_has_to_be_summed(seed
         original(losses, retain_graph=False)
 
 
-@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+@every_pass
 def test_adapters_start_below_the_last_place_where_examples_enter(second_pass):
     """Of bare LoRA matrices the first has no gradient until the second moves; no layer is below either."""
     torch.manual_seed(2)

@@ -9,7 +9,7 @@ from typing import Any
 import private_runs as runs
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import on_ranks, outcome
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -60,15 +60,6 @@ SHARDED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "FSDP2 of a layer": fsdp2_of_a_layer,
     "tensor parallelism": tensor_parallel,
 }
-
-
-def outcome(work: Callable[[], Any]) -> str:
-    """What ``work`` raised, or "nothing"."""
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def wrapped_after(shard: Callable[[nn.Module], nn.Module]) -> Iterator[tuple[str, str]]:

@@ -5,14 +5,12 @@ import torch
 from case_models import Wired, two_linears
 from case_types import project
 from cases import case
-from comparing import ready
+from comparing import every_pass, ready
 from torch import nn
 
 import ghostclip
 from ghostclip import VerificationError
 from ghostclip.nn import GhostLayer
-
-every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 
 
 @every_pass

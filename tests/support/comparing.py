@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import oracle
+import pytest
 import torch
 from case_types import Case, project
 from cases import case
@@ -14,6 +15,7 @@ import ghostclip
 
 # The relative errors the project promises.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 
 
 @functools.cache
