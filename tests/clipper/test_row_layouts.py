@@ -28,24 +28,24 @@ WIDTH = 5
 
 
 class Model(nn.Module):
-    """Layers with something between them, which may read a parameter and data."""
+    """Layers with something between them, which may read a parameter."""
 
     def __init__(self, between):
         super().__init__()
         self.first, self.second, self.between = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3), between
         self.bare = nn.Parameter(torch.eye(WIDTH))
 
-    def forward(self, x, *more):
-        return self.second(self.between(self, self.first(x).tanh(), *more)).square().flatten(1).sum(1)
+    def forward(self, x):
+        return self.second(self.between(self, self.first(x).tanh())).square().flatten(1).sum(1)
 
 
-def measured(sizes, between=lambda m, h: h, *data, dtype=torch.float32, factors=1.0, **options):
+def measured(sizes, between=lambda m, h: h, dtype=torch.float32, factors=1.0, **options):
     """Which of some batches are measured, by number from 1."""
     found, known = [], layouts.Layouts(lambda _: None)
     model = ghostclip.wrap(Model(between).to(dtype))
     names = ParameterNames(model)
     for number, examples in enumerate(sizes, 1):
-        losses = model(torch.randn(examples, WIDTH, dtype=dtype), *data) * factors
+        losses = model(torch.randn(examples, WIDTH, dtype=dtype)) * factors
         if known.lay_out(losses, read_graph(losses, names), names, forward=lambda: None, **options).measured:
             found.append(number)
     return found
@@ -147,8 +147,12 @@ def test_what_leaves_the_examples_in_place_moves_nothing(name):
 
 @pytest.mark.parametrize("name", BY_INDEX)
 def test_an_index_is_looked_at(name):
-    assert measured([6] * 3, BY_INDEX[name], PERMUTED) == [1, 2, 3]
-    assert measured([6] * 3, BY_INDEX[name], IN_ORDER) == ([1, 2] if name in SEES_ORDER else [1, 2, 3])
+    def measured_by(*orders):
+        left = iter(orders)
+        return measured([6] * 3, lambda m, h: BY_INDEX[name](m, h, next(left)))
+
+    assert measured_by(IN_ORDER, IN_ORDER, PERMUTED) == [1, 2, 3]
+    assert measured_by(IN_ORDER, IN_ORDER, IN_ORDER) == ([1, 2] if name in SEES_ORDER else [1, 2, 3])
 
 
 # When ownership is measured ------------------------------------------------------------------------------------------
