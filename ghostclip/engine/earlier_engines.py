@@ -8,10 +8,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 if TYPE_CHECKING:
     from ghostclip.engine.privacy_engine import PrivacyEngine
 
-__all__ = ["how_to_count", "warn_of_earlier"]
+__all__ = ["forget_earlier", "how_to_count", "warn_of_earlier"]
 
 log = logging.getLogger("ghostclip")
 
@@ -52,6 +54,11 @@ def warn_of_earlier(engine: PrivacyEngine, how_to_count: Callable[[Any], str | N
             "that they add up, or train a new model",
             earlier.steps_taken, "s" if earlier.steps_taken != 1 else "", remedy,
         )  # fmt: skip
+
+
+def forget_earlier(model: nn.Module) -> None:
+    """For a new engine that is about to take over what earlier ones of this model spent."""
+    vars(model).pop(MARK, None)
 
 
 def how_to_count(engine: PrivacyEngine, earlier: Any) -> str | None:

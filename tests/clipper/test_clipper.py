@@ -6,11 +6,13 @@ import re
 import oracle
 import pytest
 import torch
+from case_fallback import with_parameters
 from case_models import Wired, two_linears
 from case_types import project
 from cases import case
 from comparing import assert_close, assert_dicts_close, every_pass, gradients, ready, truth, typical_norm
 from torch import nn
+from torch.nn import functional as F
 
 import ghostclip
 
@@ -154,3 +156,23 @@ def test_hooks_on_tensors_change_gradients_and_break_nothing(second_pass, traine
         assert_close(result.norms, oracle.norms(grads), 1e-10)
         assert_dicts_close(gradients(model), oracle.clipped_sum(grads, 0.01), 1e-10)
     assert any(grad is not None for grad in model.seen)
+
+
+@every_pass
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        lambda table, words, sparse: F.embedding(words, table, sparse=sparse).sum(1),
+        lambda table, words, sparse: F.embedding_bag(words, table, mode="sum", sparse=sparse),
+    ],
+    ids=["embedding", "embedding_bag"],
+)
+def test_sparse_lookups_in_a_bare_table_give_the_sums_of_dense_ones(second_pass, lookup):
+    words, found = torch.randint(0, 7, (5, 4)), []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = with_parameters(lambda m, i, sparse=sparse: lookup(m.table, i, sparse), {"table": (7, 3)})
+        clipper = ghostclip.GhostClipper(model, 0.5, second_pass=second_pass)
+        clipper.backward(model(words).square().sum(1))
+        found.append(model.table.grad)
+    assert_close(found[1], found[0], 1e-6)

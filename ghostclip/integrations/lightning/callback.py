@@ -12,6 +12,7 @@ import lightning
 
 from ghostclip.engine import PrivacyEngine
 from ghostclip.engine.distributed import keep_unsynchronised
+from ghostclip.engine.earlier_engines import forget_earlier
 from ghostclip.errors import PrivacyError
 from ghostclip.integrations.lightning.fitting import TrainLoader, length_of, methods_for, replace_methods, transferred
 from ghostclip.integrations.lightning.refusals import check_accumulation, check_options, check_trainer
@@ -87,6 +88,8 @@ class PrivacyCallback(lightning.Callback):
             # That the sampler is replaced is what the callback is for.
             warnings.filterwarnings("ignore", "the DataLoader's .* is replaced")
             options = {**self._options, **length_of(trainer, self._loader, self._options)}
+            if self._states:
+                forget_earlier(pl_module)
             engine = PrivacyEngine(pl_module, trainer.optimizers[0], self._loader.given, **options)
         if self._compiles:
             engine.compile()
