@@ -93,7 +93,7 @@ class OwnBackward:
         below, found = self.gradients(grad), list[Tensor]()
         for slot in slots:
             shape = shape_of(self.node.next_functions[slot])
-            part = grad.new_zeros(shape) if below[slot] is None else below[slot]
+            part = grad.new_zeros(shape) if (given := below[slot]) is None else given
             found.append((part if part.layout == torch.strided else part.to_dense()).sum_to_size(shape))
         return found
 
