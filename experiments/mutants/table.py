@@ -3217,13 +3217,6 @@ BY_MARKS = [
         ("tests/engine/test_kept_state.py", "-k", "counts_examples"),
     ),
     Mutant(
-        "a checkpoint goes on with other users",
-        "ghostclip/engine/snapshots.py",
-        "        if self.loader.units_digest:\n",
-        "        if False:\n",
-        ("tests/privacy/test_checkpoint_spending.py", "-k", "users_with_other_rows"),
-    ),
-    Mutant(
         "an empty batch has the noise of the groups before",
         "ghostclip/engine/release.py",
         "            self.sensitivity = max(self.sensitivity, self.clipper.passes.sensitivity)\n",

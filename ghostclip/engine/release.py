@@ -360,8 +360,8 @@ class Release:
         if not self._allocated or not self._noise_multiplier:
             return {}
         policy: Any = self.clipper.clipping
-        stds, std = policy.noise_stds(self._noise_multiplier), self._noise_multiplier * policy.sensitivity
         group_of = self.clipper.passes.group_of()
+        stds, std = policy.noise_stds(self._noise_multiplier), self._noise_multiplier * policy.sensitivity
         pairs = self.clipper.sharding.pairs
         return {p: stds[group_of[id(pair[1])]] / std for _, *pair in pairs for p in pair if id(pair[1]) in group_of}
 

@@ -106,7 +106,7 @@ class Snapshots:
         """All ranks begin with the leading one's model; raises PrivacyError where they were built differently."""
         if self.ranks.size > 1:
             facts = self._configuration() | describe_model(self.model.state_dict())
-            facts["batch_size"] = self.loader.batch_size
+            facts |= {"batch_size": self.loader.batch_size, "unit_ids": self.loader.units_digest}
             facts["the state of clipping"] = in_words(self._policy_state())
             self.ranks.check_alike(facts, "when engines are built")
             self.ranks.start_alike(self.model)
@@ -283,8 +283,6 @@ class Snapshots:
 
     def _configuration(self) -> dict[str, Any]:
         data = {"sampling": in_words(self.loader.scheme), "the number of examples": self.loader.dataset_size}
-        if self.loader.units_digest:
-            data["unit_ids (a digest of them)"] = self.loader.units_digest
         return configuration_of(self.model, self.optimizer, self.policy) | data | self.agreed
 
     def _check_ledger(self, place: Any, head: Head) -> None:

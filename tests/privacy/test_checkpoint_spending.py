@@ -163,14 +163,6 @@ def test_another_configuration_is_refused_by_name(changes: dict[str, Any], messa
     go(other, 1)
 
 
-def test_users_with_other_rows_are_refused(tmp_path: Path) -> None:
-    """As many users as before: who had three rows of one user might be three users now."""
-    go(engine_of(unit_ids=[row // 3 for row in range(24)]), 1).save(tmp_path / "x")
-    with pytest.raises(PrivacyError, match=r"of another configuration: unit_ids \(a digest of them\) is \w+ in it and"):
-        engine_of(unit_ids=[row % 8 for row in range(24)]).restore(tmp_path / "x")
-    assert engine_of(unit_ids=[row // 3 for row in range(24)]).restore(tmp_path / "x").steps == 1
-
-
 def test_another_data_set_model_frozen_parameter_or_order_is_refused(tmp_path: Path) -> None:
     go(engine_of(), 1).save(tmp_path / "x")
     wide, frozen, turned = nn.Sequential(nn.Linear(5, 3)), runs.network(), engine_of().model
