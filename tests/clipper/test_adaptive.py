@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ghostclip import GhostClipper
+from ghostclip import GhostClipper, accounting
 from ghostclip.clipping import Adaptive, Custom
-from ghostclip.events import JointGaussian
+from ghostclip.events import JointGaussian, SampledGaussian
 
 
 def model_of_rows() -> nn.Module:
@@ -200,3 +200,16 @@ def test_a_checkpoint_keeps_the_norm_and_a_ledger_the_charge(tmp_path: Any) -> N
     assert event.count == steps
     run(other, 1)
     assert other.events[0].count == 2 * steps
+
+
+@pytest.mark.slow
+def test_a_step_is_charged_as_both_releases() -> None:
+    """Row "adaptive clipping not charged; divided by realised size": the count is part of the event."""
+    engine = engine_for(torch.rand(400), Adaptive(1.0, count_noise=2.0), noise="standard", seed=None, batch_size=40)
+    steps = len(run(engine, 1))
+    parts = (SampledGaussian(0.1, 1.0), SampledGaussian(0.1, 4.0))
+    assert engine.events == [JointGaussian(parts, steps)]
+    together = (1.0**-2 + 4.0**-2) ** -0.5
+    setting: dict[str, Any] = {"sample_rate": 0.1, "steps": steps, "delta": 1e-5}
+    assert engine.epsilon() == accounting.epsilon(noise_multiplier=together, **setting)
+    assert engine.epsilon() > accounting.epsilon(noise_multiplier=1.0, **setting)

@@ -6,6 +6,7 @@ import oracle
 import pytest
 import torch
 from case_models import two_linears
+from case_types import project
 from cases import case
 from comparing import assert_close, assert_dicts_close, every_pass, gradients, ready, truth
 from torch import nn
@@ -134,3 +135,16 @@ def test_abandoned_forwards_leak_nothing(name):
         model(*row.inputs(batch=3))
     assert live_tensors() <= before
     assert_close(clipper.norms(row.losses(model(*row.inputs()))), oracle.norms(truth(row)), 1e-10)
+
+
+def test_unused_parameters_answer_zero_every_time():
+    model, clipper, losses = ready(case("branches of the loss"))
+    clipper.norms(losses)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    per = clipper.norms(project(model.second(x)), per="parameter")
+    assert list(per) == ["first.weight", "first.bias", "second.weight", "second.bias"]
+    assert not per["first.weight"].any()
+    assert per["second.weight"].all()
+    grads = clipper.per_example_grads(project(model.second(x)))
+    assert grads["first.weight"].shape == (4, 5, 5)
+    assert not grads["first.weight"].any()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from case_fallback import with_parameters
-from case_models import cnn, recurrent, two_linears
+from case_models import Wired, cnn, recurrent, two_linears
 from case_types import project
 from comparing import assert_dicts_close, every_pass, gradients
 from torch import nn
@@ -164,3 +164,49 @@ def test_gradients_that_are_zero_or_not_finite_are_no_dispute_where_one_order_fi
         result = clipper.backward(blank_beside_nan(model(torch.randn(2, 3)).unsqueeze(2).expand(2, 2, 2)))
         assert result.weights.isfinite().all()
         assert result.weights[1] == 0.0
+
+
+@every_pass
+@pytest.mark.parametrize("size", [1e20, 1e30, 1e38])
+def test_a_huge_example_is_bounded_and_spares_the_others(size, second_pass):
+    model = nn.Linear(3, 2)
+    x = torch.randn(4, 3)
+    clipper = ghostclip.GhostClipper(model, clipping=1.0, second_pass=second_pass)
+    clipper.backward(model(x[1:]).sum(1))
+    expected = {name: value.clone() for name, value in gradients(model).items()}
+    model.zero_grad()
+    x[0] = size
+    result = clipper.backward(model(x).sum(1))
+    moved = torch.cat([(value - expected[name]).flatten() for name, value in gradients(model).items()])
+    assert float(moved.norm()) <= result.sensitivity * (1 + 1e-5)
+
+
+def merged(trained):
+    """A layer whose weights are read by giving it unit vectors, which all examples share."""
+    torch.manual_seed(5)
+    wiring = lambda m, x: torch.tanh(m.first(x) @ m.layer(m.units)).square().sum(1)  # noqa: E731
+    model = Wired(wiring, layer=nn.Linear(6, 6), first=nn.Linear(4, 6))
+    model.units = nn.Parameter(torch.eye(6), requires_grad=trained)
+    return ghostclip.wrap(model)
+
+
+@pytest.mark.parametrize("examples", [2, 6, 8])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("value", [torch.nan, 1e30])
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def test_beside_a_spoilt_example_what_all_share_is_still_shared(examples, trained, value, second_pass):
+    """All rows of its gradient are nan then, or the spoilt example's alone by their size."""
+    torch.manual_seed(1)
+    x = torch.randn(examples, 4)
+    whole = x.clone()
+    whole[1] = value
+    rest = [example for example in range(examples) if example != 1]
+    found = {}
+    for name, batch in (("whole", whole), ("rest", x[rest])):
+        model = merged(trained)
+        clipper = ghostclip.GhostClipper(model, 0.5, second_pass=second_pass)
+        found[name] = clipper.clip(lambda model, x: model(x), batch), gradients(model)
+    torch.testing.assert_close(found["whole"][0].norms[rest], found["rest"][0].norms)
+    if value != value or not found["whole"][0].weights[1]:
+        for name, grad in found["rest"][1].items():
+            torch.testing.assert_close(found["whole"][1][name], grad)
