@@ -30,7 +30,8 @@ class Adaptive:
     A `GhostClipper` never changes ``max_norm``, since a count without noise isn't private.
 
     Args:
-        max_norm: the initial value; the attribute has the current one.
+        max_norm: the initial value. An engine has a copy of its own, which begins there, at ``engine.clipping``; the
+            copy's attribute has the current value.
         target_quantile: the share of examples whose norms shall be at most ``max_norm``; in (0, 1).
         learning_rate: of the update.
         count_noise: standard deviation of the noise on the count, in examples; None: a twentieth of the engine's
