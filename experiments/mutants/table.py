@@ -3142,8 +3142,8 @@ BY_MARKS = [
     Mutant(
         "every B-th row is taken for rows that lie together",
         MARKED,
-        "None if wrong else Owned(rows, ",
-        'None if wrong else Owned(Rows(rows.dim, "example"), ',
+        "None if is_wrong else Owned(rows, ",
+        'None if is_wrong else Owned(Rows(rows.dim, "example"), ',
         (*EXACT, "difficult and flattened"),
     ),
     Mutant(
@@ -3177,7 +3177,7 @@ BY_MARKS = [
     Mutant(
         "rows that aren't finite are those of whoever's places they are in",
         "ghostclip/graph/owners.py",
-        "            wrong |= self._misplaced(base, owner)\n",
+        "            wrong |= (~base[:, 0].isfinite() & self.finite[owner]).any(1)\n",
         "            pass\n",
         ("tests/clipper/test_experts.py",),
     ),
@@ -3205,16 +3205,37 @@ BY_MARKS = [
     Mutant(
         "thresholds learnt of one engine's data begin another's",
         "ghostclip/clipping/choice.py",
-        "        return clipping.begun()\n",
+        "        return clipping.anew()\n",
         "        return clipping\n",
         ("tests/clipper/test_adaptive.py", "-k", "no_start"),
     ),
     Mutant(
         "a buffer that counts examples is kept",
         "ghostclip/self_check/mixing.py",
-        'return unlike(trial.first.left, trial.run(self._halves[0]).left, "buffer")',
-        "return []",
+        'found = unlike(trial.first.left, trial.run(self._halves[0]).left, "buffer")',
+        "found = []",
         ("tests/engine/test_kept_state.py", "-k", "counts_examples"),
+    ),
+    Mutant(
+        "a checkpoint goes on with other users",
+        "ghostclip/engine/snapshots.py",
+        '        if stored.private["users"] != self.loader.units_digest:\n',
+        "        if False:\n",
+        ("tests/privacy/test_checkpoint_spending.py", "-k", "users_with_other_rows"),
+    ),
+    Mutant(
+        "quantiles of one engine's data begin another's",
+        "ghostclip/clipping/composed.py",
+        "            found.rule = found.rule.anew()\n",
+        "            pass\n",
+        ("tests/clipper/test_adaptive.py", "-k", "no_start"),
+    ),
+    Mutant(
+        "an order that shows two examples is beyond dispute",
+        "ghostclip/graph/owners.py",
+        "disputed = best is not None and not said and self",
+        "disputed = best is not None and not said and not best.shown and self",
+        ("tests/clipper/test_nonfinite.py", "-k", "nobody_else"),
     ),
     Mutant(
         "an empty batch has the noise of the groups before",

@@ -31,7 +31,8 @@ class Adaptive:
 
     Args:
         max_norm: the initial value. An engine has a copy of its own, which begins there, at ``engine.clipping``; the
-            copy's attribute has the current value.
+            copy's attribute has the current value. A policy that an engine moved, or whose state was loaded, begins
+            anew in another engine: what it learnt is of the first one's data.
         target_quantile: the share of examples whose norms shall be at most ``max_norm``; in (0, 1).
         learning_rate: of the update.
         count_noise: standard deviation of the noise on the count, in examples; None: a twentieth of the engine's
@@ -51,11 +52,11 @@ class Adaptive:
         self.target_quantile = open_fraction(target_quantile=self.target_quantile)
         self.learning_rate = positive(learning_rate=self.learning_rate)
         self.count_noise = None if self.count_noise is None else positive(count_noise=self.count_noise)
-        self._begun = self.max_norm
+        self._begun, self._moved = self.max_norm, False
 
-    def begun(self) -> Adaptive:
-        """A copy that begins where this one began: what it learnt of one engine's data is for that engine alone."""
-        return replace(self, max_norm=self._begun)
+    def anew(self) -> Adaptive:
+        """A copy that has learnt nothing yet: what one engine's data moved is for that engine alone."""
+        return replace(self, max_norm=self._begun if self._moved else self.max_norm)
 
     @property
     def sensitivity(self) -> float:
@@ -82,6 +83,7 @@ class Adaptive:
     def update(self, shares: Sequence[float]) -> None:
         """Moves ``max_norm``, given a noisy share of norms of at most ``max_norm``."""
         (share,) = shares
+        self._moved = True
         self.max_norm = followed(self.max_norm, self._begun, self.learning_rate * (share - self.target_quantile))
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,3 +93,4 @@ class Adaptive:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes a `state_dict` back; raises ValueError or TypeError when it holds no norm."""
         self.max_norm = positive(max_norm=state.get("max_norm"))
+        self._moved = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import Tensor
@@ -62,12 +61,10 @@ def as_policy(clipping: Any) -> Policy | Groupwise:
     """
     if isinstance(clipping, Custom) and clipping.groups is not None:
         return CustomGroups(clipping.function, clipping.sensitivity, clipping.groups)
-    if type(clipping) is Composed:
-        return copy.deepcopy(clipping)  # it learns the groups of one model
+    if type(clipping) in (Adaptive, Composed):
+        return clipping.anew()
     if type(clipping) is PerLayer and clipping.thresholds is not None and clipping.has_patterns:
         return Composed(thresholds=Fixed(clipping.thresholds))  # its sensitivity counts the layers of the model
-    if type(clipping) is Adaptive:
-        return clipping.begun()
     if type(clipping) in OWN or type(clipping) is Clamped:
         return clipping
     if isinstance(clipping, Adaptive):

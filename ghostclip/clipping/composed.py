@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -69,6 +70,13 @@ class Composed(Groupwise):
 
     def __repr__(self) -> str:
         return f"Composed({self.partition_rule!r}, {self.rule!r}, {self.scaling!r}, {self.noise!r})"
+
+    def anew(self) -> Composed:
+        """A copy, which learns the groups of one model; what thresholds learnt is of one engine's data, and goes."""
+        found = copy.deepcopy(self)
+        if isinstance(found.rule, Quantiles):
+            found.rule = found.rule.anew()
+        return found
 
     def partition(self, sizes: Mapping[str, int]) -> dict[str, str]:
         """{parameter name: group} for {parameter name: number of entries}; thresholds are for these groups from now."""

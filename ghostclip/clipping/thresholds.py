@@ -5,6 +5,7 @@ The sensitivity of separate thresholds is the root of the sum of their squares.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -199,6 +200,12 @@ class Quantiles(ThresholdRule):
     def __repr__(self) -> str:
         options = ("start", "target_quantile", "learning_rate", "count_noise", "floor", "max_norm")
         return f"Quantiles({', '.join(f'{name}={getattr(self, name)!r}' for name in options)})"
+
+    def anew(self) -> Quantiles:
+        """A copy that has learnt nothing yet."""
+        found = copy.copy(self)
+        found._begun, found._now = {}, {}
+        return found
 
     def thresholds(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """{group: C_k} as they are now."""

@@ -56,9 +56,11 @@ def warn_of_earlier(engine: PrivacyEngine, how_to_count: Callable[[Any], str | N
         )  # fmt: skip
 
 
-def forget_earlier(model: nn.Module) -> None:
-    """For a new engine that is about to take over what earlier ones of this model spent."""
-    vars(model).pop(MARK, None)
+def forget_earlier(model: nn.Module, counted: PrivacyEngine | None) -> None:
+    """Before a new engine of this model takes over what the engine ``counted`` spent: no warning, if that was the last."""
+    last = vars(model).get(MARK)
+    if isinstance(last, _Trained) and last.engine() is counted:
+        del vars(model)[MARK]
 
 
 def how_to_count(engine: PrivacyEngine, earlier: Any) -> str | None:

@@ -125,6 +125,7 @@ class Snapshots:
             private = {
                 "sampler": None if sampler is None else dict(sampler),
                 "noise": self.noise.positions(),
+                "users": self.loader.units_digest,
                 "random": states[0],
                 "random of other ranks": states[1:],
                 "extra": {name: thing.state_dict() for name, thing in _checked(extra).items()},
@@ -254,6 +255,11 @@ class Snapshots:
             raise PrivacyError(
                 f"the checkpoint {place} was saved with extra={sorted(stored.private['extra'])}, and restore got "
                 f"{sorted(extra)}; give it the same names, each with an object that takes the state back"
+            )
+        if stored.private["users"] != self.loader.units_digest:
+            raise PrivacyError(
+                f"in the checkpoint {place} users have other rows than here, and a user's rows would count as those of "
+                "several; give unit_ids and max_rows_per_unit as they were then"
             )
         self._check_state(place, public)
         return stored

@@ -229,30 +229,35 @@ class _Measured:
         for number, (subject, rows) in enumerate(candidates):
             base = self.plain[subject, rows.dim]
             alike.setdefault((base.shape, base.dtype, rows.order), []).append(number)
-        found: list[Owned | None] = [None] * len(candidates)
+        found: dict[int, Owned | None] = {}
         for places in alike.values():
-            for number, owned in zip(places, self._fitting([candidates[each] for each in places]), strict=True):
-                found[number] = owned
+            found |= dict(zip(places, self._fitting([candidates[each] for each in places]), strict=True))
         fitting: dict[Subject, list[Owned]] = {subject: [] for subject in self.dims}
-        for (subject, _), owned in zip(candidates, found, strict=True):
-            fitting[subject] += [owned] if owned else []
+        for number, (subject, _) in enumerate(candidates):
+            if (owned := found[number]) is not None:
+                fitting[subject].append(owned)
         return {subject: self._chosen(subject, own) for subject, own in fitting.items()}
 
     def _fitting(self, candidates: Sequence[tuple[Subject, Rows]]) -> list[Owned | None]:
-        """What some subjects' rows are if they are in one order, each with as many; None for those that are not."""
+        """What some subjects' rows are if they are in one order, each with as many; None for those that are not.
+
+        Rows that aren't finite fit any marks. They are not in order where they would be those of an example whose loss
+        is finite, beside one whose loss is not: an expert that is sent the tokens [1, 1, 2, 3] of four examples, of
+        which those of example 1 are NaN, has rows in order but for the first one, which would leave out example 0.
+        """
         base = torch.stack([self.plain[subject, rows.dim] for subject, rows in candidates])
         now = torch.stack([self.seen[subject, rows.dim] for subject, rows in candidates], 1)
         owner = candidates[0][1].owners(base.shape[-1], self.examples, self.marks.device)
         off, loose, clear = compared(base, now, self.marks[:, None, owner], self.scheme)
         wrong = off.any(0).any(1)
         if self.finite is not None and not isinstance(candidates[0][1].order, RowIndex):
-            wrong |= self._misplaced(base, owner)
+            wrong |= (~base[:, 0].isfinite() & self.finite[owner]).any(1)
         counts = base.new_zeros(len(base), self.examples).index_add_(1, owner, clear.all(0).to(base.dtype))
         zero = ~(base[:, 0].any(1) | now[:, :, 0].any(2).any(0))
         found = torch.stack([wrong, counts.count_nonzero(1), zero, loose.any(0).any(1)], 1).tolist()
         return [
-            None if wrong else Owned(rows, 0 if zero else shown, bool(zero), bool(loose))
-            for (_, rows), (wrong, shown, zero, loose) in zip(candidates, found, strict=True)
+            None if is_wrong else Owned(rows, 0 if is_zero else shown, bool(is_zero), bool(is_loose))
+            for (_, rows), (is_wrong, shown, is_zero, is_loose) in zip(candidates, found, strict=True)
         ]
 
     def _chosen(self, subject: Subject, fitting: Sequence[Owned]) -> Owned | None:
@@ -265,7 +270,7 @@ class _Measured:
         found = [each for each in fitting if each.examples]  # where none is finite, any marks fit
         said = [each for each in found if not each.is_regular]
         best = said[0] if said else max(found, key=lambda each: each.examples, default=None)
-        disputed = not (best is None or said or best.shown) and self._disputed(subject, best, fitting)
+        disputed = best is not None and not said and self._disputed(subject, best, fitting)
         return best and replace(best, ambiguous=len(found) > 1, disputed=disputed)
 
     def _candidates(self, subject: Subject, indices: Sequence[RowIndex]) -> Iterator[Rows]:
@@ -286,19 +291,6 @@ class _Measured:
         in_order = [each for one in candidates if (each := self._fitting([one])[0]) is not None]
         return replace(in_order[0], disputed=self._disputed(subject, in_order[0], in_order)) if in_order else best
 
-    def _misplaced(self, base: Tensor, owner: Tensor) -> Tensor:
-        """Whether rows that aren't finite are in the places of an example whose loss is, beside one whose loss is not.
-
-        Such rows fit any marks. An expert that is sent the tokens [1, 1, 2, 3] of four examples, of which those of
-        example 1 are NaN, has rows in order but for the first one, which would leave out example 0.
-
-        Args:
-            base: numbers in the plain backward, [subjects, 2, rows].
-            owner: of each row.
-        """
-        assert self.finite is not None
-        return (~base[:, 0].isfinite() & self.finite[owner]).any(1)
-
     def _disputed(self, subject: Subject, chosen: Owned, fitting: Sequence[Owned]) -> bool:
         """Whether rows that aren't finite are other examples' in another order that fits than in the ``chosen`` one.
 
@@ -307,7 +299,7 @@ class _Measured:
         beside one example of NaN, is no dispute; nor are examples whose loss isn't finite, which are left out anyway.
         """
         blamed = set()
-        for each in fitting:
+        for each in fitting if len(fitting) > 1 else ():
             assert each.rows is not None
             largest = self.plain[subject, each.rows.dim][0]
             odd, owner = ~largest.isfinite(), each.rows.owners(len(largest), self.examples, largest.device)

@@ -7,6 +7,7 @@ them: where one has fewer, rows come several times, their losses divided by how 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -97,7 +98,7 @@ class Users:
         """How many users there are."""
         return len(self._rows)
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """The same for users with the same rows, in all processes."""
         return hashlib.sha256(repr(self._rows).encode()).hexdigest()

@@ -93,7 +93,8 @@ class MixingTest:
         if trial.draws:
             return []
         try:
-            return unlike(trial.first.left, trial.run(self._halves[0]).left, "buffer")
+            found = unlike(trial.first.left, trial.run(self._halves[0]).left, "buffer")
+            return [name for name in found if name in trial.model.state_dict()]  # others are published by nobody
         except Exception as error:  # a loss function need not take batches of every size
             log.info("buffers are not compared after fewer rows: %s: %s", type(error).__name__, error)
             return []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ghostclip import GhostClipper, accounting
-from ghostclip.clipping import Adaptive, Custom
+from ghostclip.clipping import Adaptive, Composed, Custom, Quantiles
 from ghostclip.events import JointGaussian, SampledGaussian
 
 
@@ -138,14 +138,22 @@ def test_without_private_noise_the_count_isnt_private_either(options: dict[str, 
     assert all(event.noise_multiplier == 0 for event in engine.events)
 
 
-def test_what_one_engine_learnt_is_no_start_for_another() -> None:
+@pytest.mark.parametrize("policy", [Adaptive(1.0), Composed(thresholds=Quantiles(1.0))], ids=["flat", "by layer"])
+def test_what_one_engine_learnt_is_no_start_for_another(policy: Any) -> None:
     """The second engine's data would be charged alone for what both say."""
+    norms = torch.full((400,), 30.0)
+    first = engine_for(norms, policy)
+    for batch in first.batches():
+        first.step(batch, losses_of)
+    assert first.clipping.sensitivity > 1.02
+    for given in (policy, first.clipping):
+        assert engine_for(norms, given).clipping.sensitivity == pytest.approx(1.0)
+
+
+def test_a_norm_that_the_user_set_is_the_start() -> None:
     policy = Adaptive(1.0)
-    first = engine_for(torch.full((400,), 30.0), policy)
-    run(first, 2)
-    assert first.clipping.max_norm > 1.1
-    assert policy.max_norm == engine_for(torch.rand(400), policy).clipping.max_norm == 1.0
-    assert engine_for(torch.rand(400), first.clipping).clipping.max_norm == 1.0
+    policy.max_norm = 3.0
+    assert engine_for(torch.rand(400), policy).clipping.max_norm == 3.0
 
 
 def test_a_state_without_a_norm_is_refused() -> None:

@@ -134,9 +134,13 @@ def test_documents_that_share_a_row_are_not_left_out_beside_one_that_is_not_fini
 
 
 def blank_beside_nan(out):
-    """Losses of which example 0 has a gradient of zeros, and example 1 one that isn't finite in its first row."""
+    """Losses of which example 0 has a gradient of zeros, example 1 one that isn't finite in its first row.
+
+    Others have a gradient in one row alone, which has the example's number.
+    """
     unread = (out[1, 0] - out[1, 0].detach()).abs().sqrt().sum()  # zero, its gradient isn't finite
-    return torch.stack([(out[0] * 0.0).sum(), 4.5 * out[1, 1].sum() + unread])
+    others = [2.0 * out[example, example].sum() for example in range(2, len(out))]
+    return torch.stack([(out[0] * 0.0).sum(), 4.5 * out[1, 1].sum() + unread, *others])
 
 
 @every_pass
@@ -145,12 +149,13 @@ def blank_beside_nan(out):
     [lambda: nn.Sequential(nn.Linear(3, 2)), lambda: with_parameters(lambda model, x: x * model.w, {"w": (3,)})],
     ids=["a layer", "a bare parameter"],
 )
-def test_a_gradient_that_is_not_finite_counts_for_nobody_else(second_pass, build):
+@pytest.mark.parametrize("examples", [2, 3, 6])
+def test_a_gradient_that_is_not_finite_counts_for_nobody_else(second_pass, build, examples):
     """Along dimension 1 the same numbers are a row of example 0, which isn't finite, and one of example 1."""
     model = build()
     clipper = GhostClipper(model, clipping=1.0, second_pass=second_pass)
     for _ in range(3):
-        losses = blank_beside_nan(model(torch.randn(2, 2, 3)))
+        losses = blank_beside_nan(model(torch.randn(examples, examples, 3)))
         with pytest.raises(UnsupportedModelError, match="which example's gradient is not finite"):
             clipper.backward(losses)
 

@@ -256,9 +256,9 @@ def test_a_metric_in_the_model_is_named_as_private_and_trains_on(caplog):
 class Counter(nn.Module):
     """Counts examples in a buffer."""
 
-    def __init__(self):
+    def __init__(self, persistent=True):
         super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(()), persistent)
 
     def forward(self, x):
         if self.training:
@@ -271,3 +271,7 @@ def test_a_buffer_that_counts_examples_is_refused(around):
     """How many a batch has is private, and the buffer is published with the model."""
     with pytest.raises(UnsupportedModelError, match=r"in the buffer '1\.seen'"):
         steps(model_of(Counter(), *around))
+
+
+def test_a_count_that_is_no_part_of_the_model_s_state_is_left_alone():
+    assert steps(model_of(Counter(persistent=False))).steps_taken >= 6

@@ -163,6 +163,21 @@ def test_another_configuration_is_refused_by_name(changes: dict[str, Any], messa
     go(other, 1)
 
 
+def test_users_with_other_rows_are_refused_and_told_to_nobody(tmp_path: Path) -> None:
+    """As many users as before: who had three rows of one user might be three users now."""
+    users = {"unit_ids": [row // 3 for row in range(24)]}
+    first = go(engine_of(**users), 1)
+    first.save(tmp_path / "x")
+    with pytest.raises(PrivacyError, match="users have other rows than here"):
+        engine_of(unit_ids=[row % 8 for row in range(24)]).restore(tmp_path / "x")
+    assert engine_of(**users).restore(tmp_path / "x").steps == 1
+    digest = first._loader.units_digest
+    public = [file for file in (tmp_path / "x").rglob("*") if file.is_file() and "private" not in file.name]
+    assert public
+    assert not any(digest.encode() in file.read_bytes() for file in public)
+    assert digest not in str(first.state_dict())
+
+
 def test_another_data_set_model_frozen_parameter_or_order_is_refused(tmp_path: Path) -> None:
     go(engine_of(), 1).save(tmp_path / "x")
     wide, frozen, turned = nn.Sequential(nn.Linear(5, 3)), runs.network(), engine_of().model

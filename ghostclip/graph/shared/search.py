@@ -249,7 +249,7 @@ def disputed_error(place: Any, name: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{name}: this batch doesn't show which example's gradient is not finite, since others' are zero; nothing was "
         "clipped. Look for what is not finite in its backward (a square root of 0, a division by 0), or take larger "
-        "batches",
+        "physical batches",
         name=name if isinstance(place, LayerCall) else "", place=place,
     )  # fmt: skip
 

@@ -88,8 +88,7 @@ class PrivacyCallback(lightning.Callback):
             # That the sampler is replaced is what the callback is for.
             warnings.filterwarnings("ignore", "the DataLoader's .* is replaced")
             options = {**self._options, **length_of(trainer, self._loader, self._options)}
-            if self._states:
-                forget_earlier(pl_module)
+            forget_earlier(pl_module, self.engine)
             engine = PrivacyEngine(pl_module, trainer.optimizers[0], self._loader.given, **options)
         if self._compiles:
             engine.compile()
