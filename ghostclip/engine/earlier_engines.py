@@ -57,7 +57,7 @@ def warn_of_earlier(engine: PrivacyEngine, how_to_count: Callable[[Any], str | N
 
 
 def forget_earlier(model: nn.Module, counted: PrivacyEngine | None) -> None:
-    """Before a new engine of this model takes over what the engine ``counted`` spent: no warning, if that was the last."""
+    """Before a new engine of this model takes over what ``counted`` spent: no warning, if that was the last."""
     last = vars(model).get(MARK)
     if isinstance(last, _Trained) and last.engine() is counted:
         del vars(model)[MARK]

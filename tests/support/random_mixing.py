@@ -26,20 +26,21 @@ class Mixing(nn.Module):
 def has_two_owners(mixing: Mixing, model: nn.Module, losses: Tensor) -> bool:
     """Whether a row that the mixture reads has a gradient of two losses, and trained parameters are below it.
 
-    They must have a gradient in float64. What rounding leaves of numbers that cancel may come out with any mark.
+    They must get a ten-thousandth of the gradient above: what rounding leaves of numbers that cancel may come out with
+    any mark.
     """
     # Rows that are the same for all examples, as behind dead units, mix nothing.
     if not mixing.read.requires_grad or bool((mixing.read == mixing.read[:1]).all()):
         return False
     trained = [p for p in model.parameters() if p.requires_grad]
-    below = torch.autograd.grad(mixing.read.sum(), trained, retain_graph=True, allow_unused=True)
     grads = [torch.autograd.grad(loss, mixing.read, retain_graph=True, allow_unused=True)[0] for loss in losses]
-    if all(grad is None for grad in below) or any(grad is None for grad in grads):
+    if any(grad is None for grad in grads):
         return False
+    below = torch.autograd.grad(mixing.read, trained, grads[0], retain_graph=True, allow_unused=True)
     rows = torch.stack(grads).flatten(2).abs().amax(2)  # [losses, rows]
     largest, second = rows.topk(2, dim=0).values
-    found = [grad for grad in below if grad is not None]
-    return bool((second > 1e-3 * largest).any()) and any(bool((grad.abs() > 1e-6).any()) for grad in found)
+    found, least = [grad for grad in below if grad is not None], 1e-4 * grads[0].abs().max()
+    return bool((second > 1e-3 * largest).any()) and any(bool((grad.abs() > least).any()) for grad in found)
 
 
 def _drawn(seed: int) -> tuple[Subject, Mixing, int]:
