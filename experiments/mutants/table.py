@@ -2869,7 +2869,8 @@ BY_MARKS = [
         "the second of several marked backwards is not looked at",
         "ghostclip/graph/marks.py",
         "    cancelled = (largest == 0)",
-        "    clear = clear & (torch.arange(len(marks)).view(-1, 1) != 1) if marks.dim() == 2 else clear\n"
+        "    seconds = torch.arange(len(clear)).view(-1, *[1] * (clear.dim() - 1)) == 1\n"
+        "    clear = clear & ~seconds if marks.dim() > 1 else clear\n"
         "    cancelled = (largest == 0)",
         ("tests/clipper/test_ownership.py", "tests/laws/test_law_of_mixing.py", "tests/laws/test_law_of_traps.py"),
     ),
