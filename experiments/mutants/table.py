@@ -1693,8 +1693,8 @@ OBSERVED = [
     Mutant(
         "loss of a conversation averaged over the batch's tokens",
         "ghostclip/integrations/huggingface_losses.py",
-        "    return losses.view(labels.shape).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)",
-        "    return losses.view(labels.shape).sum(1) / (labels != IGNORED).sum().clamp(min=1)",
+        "    return -log_probs.sum(1) / counted.sum(1).clamp(min=1)",
+        "    return -log_probs.sum(1) / counted.sum().clamp(min=1)",
         ("tests/integrations/test_trl.py", "-k", "sft_is_the_clipped_sum"),
     ),
     Mutant(
