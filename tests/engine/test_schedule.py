@@ -74,10 +74,11 @@ def test_updates_are_those_of_the_policy_on_gradients_over_the_factor(policy) ->
     stages = Schedule([Stage(1, threshold_factor=f, batch_size=SIZE) for f in factors])
     engine = engine_for(clipping=policy, schedule=stages, noise_multiplier=0.0, dataset=data)
     for factor in factors:
-        model, clipping = runs.network(torch.float64), copy.deepcopy(engine.clipping)
+        model = runs.network(torch.float64)
         model.load_state_dict(engine.model.state_dict())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5 * factor)
-        plain = runs.engine_for(model, optimizer, data, clipping=clipping, batch_size=SIZE)
+        plain = runs.engine_for(model, optimizer, data, clipping=policy, batch_size=SIZE)
+        vars(plain.clipping).update(copy.deepcopy(vars(engine.clipping)))  # thresholds as they are now
         runs.train(plain, 1, lambda model, examples, by=factor: runs.losses_of(model, examples) / by)
         bound = engine.clipping.sensitivity * factor
         runs.train(engine, 1)
