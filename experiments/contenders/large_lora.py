@@ -1,4 +1,4 @@
-"""LoRA of a language model in bfloat16 with gradient checkpointing: ordinary and private steps, by two losses each.
+"""Language models in bfloat16 with gradient checkpointing, by LoRA or whole: private and ordinary steps, two losses.
 
 The loss in chunks is that of PrivateTrainer and its kin where the output layer is frozen. Private steps are the
 engine's: forward, clipping, noise, charge, Adam.
@@ -31,8 +31,8 @@ ORDINARY = "ordinary"
 Texts = dict[str, Any]
 
 
-def llama(words: int, width: int, inner: int, layers: int) -> nn.Module:
-    """A random Llama in bfloat16 with adapters of rank 16 on all of its linear layers but the last."""
+def whole_llama(words: int, width: int, inner: int, layers: int) -> nn.Module:
+    """A random Llama in bfloat16, all of which is trained, its head with its table of words."""
     config = LlamaConfig(
         vocab_size=words, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=width // 64, use_cache=False, pad_token_id=0, eos_token_id=1, bos_token_id=None,
@@ -44,6 +44,12 @@ def llama(words: int, width: int, inner: int, layers: int) -> nn.Module:
     finally:
         torch.set_default_dtype(before)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def llama(words: int, width: int, inner: int, layers: int) -> nn.Module:
+    """The same, frozen, with adapters of rank 16 on all of its linear layers but the last."""
+    model: Any = whole_llama(words, width, inner, layers)
     model.enable_input_require_grads()
     adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, adapters).train()
@@ -100,13 +106,18 @@ CONTENDERS = (
         "private, loss in chunks", "PrivacyEngine, as PrivateTrainer has it", partial(_private, next_token_losses)
     ),
 )
+RANK_16 = "adapters of rank 16 in float32 on all linear layers but the last"
 WORKLOADS = (
     Workload(
-        "large", "Llama: width 1024, 20 layers, 128,000 words; texts of 256 tokens", 4,
+        "large", f"Llama: width 1024, 20 layers, 128,000 words, {RANK_16}; texts of 256 tokens", 4,
         lambda: llama(128_000, 1024, 2816, 20), partial(texts, 128_000, 256),
     ),
     Workload(
-        "tiny", "Llama: width 64, 2 layers, 500 words; texts of 16 tokens", 4, lambda: llama(500, 64, 128, 2),
-        partial(texts, 500, 16),
+        "head", "Llama: width 512, 2 layers, 128,000 words, all of it trained; texts of 256 tokens", 4,
+        lambda: whole_llama(128_000, 512, 1408, 2), partial(texts, 128_000, 256),
+    ),
+    Workload(
+        "tiny", f"Llama: width 64, 2 layers, 500 words, {RANK_16}; texts of 16 tokens", 4,
+        lambda: llama(500, 64, 128, 2), partial(texts, 500, 16),
     ),
 )  # fmt: skip
