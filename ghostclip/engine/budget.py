@@ -173,9 +173,27 @@ class Spending:
 
     def _add(self, runs: Runs) -> None:
         self._refuse_other_relations([event for spent in runs.values() for event in spent])
+        self._refuse_two_continuations(runs)
         self._added += 1
         for run, spent in runs.items():
             self._runs[run] |= Counter(spent)
+
+    def _refuse_two_continuations(self, runs: Runs) -> None:
+        """Raises PrivacyError where these runs and the known ones went on with one mechanism after different steps.
+
+        Steps of a mechanism are counted as if each followed the one before: the ninth of eight groups is the second
+        turn of the first group, and so is the ninth of another continuation.
+        """
+        both = self._with_known(runs)
+        names = {mechanism_of(event) for spent in runs.values() for event in spent}
+        for mechanism in (name for name in names if name is not None):
+            most = max(steps_of(mechanism, known) for known in (runs, self._runs))
+            if steps_of(mechanism, both) > most:
+                raise PrivacyError(
+                    "the checkpoint and what this engine knows of went on from one earlier checkpoint with the same "
+                    "correlated noise or the same turns, each in its own way, which don't add up; restore it in a new "
+                    "engine, and give all of them one ledger=..., which counts both"
+                )
 
     def charge(self, settings: StepSettings) -> None:
         """Charges one step, of these settings; to be called before it is released, by all ranks.

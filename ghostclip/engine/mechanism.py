@@ -135,7 +135,8 @@ class Mechanism(Noise):
     def restore(
         self, state: Mapping[str, Any] | None, saved: Runs, step: int, parameters: Sequence[nn.Parameter]
     ) -> None:
-        """Goes on with a checkpoint's mechanism, where nothing was charged to it since; else begins a new one.
+        """Goes on with a checkpoint's mechanism; begins a new one where steps were charged to it since, or where the
+        noise of its last step was interrupted.
 
         Args:
             state: what `state_dict` gave; None: there is none.
@@ -151,12 +152,14 @@ class Mechanism(Noise):
         # Of engines that share a ledger one alone goes on: their steps would be counted as if one followed another.
         taken = self._spending.ledger is not None and state["name"] in _going_on
         charged = self._spending.steps_of(state["name"], everyone=True) != steps_of(state["name"], saved)
-        if any(self._ranks.all_gathered(taken)) or charged:
+        history = state["history"]
+        broken = history is not None and not history.get("whole", True)
+        if any(self._ranks.all_gathered(taken)) or charged or broken:
             return
         self.end()
         self._plan.rename(state["began"], state["name"])
         _going_on[state["name"]] = self
-        if self._history is None or (history := state["history"]) is None:
+        if self._history is None or history is None:
             return
         if (shards := self._shards) is not None:
             pairs = zip(history["kept"], parameters, strict=False)

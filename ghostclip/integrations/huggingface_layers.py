@@ -5,6 +5,8 @@ Norms need no rule here: followed through the graph they cost a step at most 4% 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import pytorch_utils
@@ -27,6 +29,9 @@ class Conv1D(GhostLayer, pytorch_utils.Conv1D, wraps=pytorch_utils.Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.capture(super().forward(x), x)
+
+    def example_dims(self, call: LayerCall) -> Sequence[int]:
+        return range(len(call.shape) - 1)
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         grad = examples_first(grad, call.batch_dim)

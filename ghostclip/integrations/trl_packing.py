@@ -27,16 +27,21 @@ class Packed(Collated):
     """
 
     def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
-        alone = [super(Packed, self).__call__([example]) for example in examples]
-        lengths = [int(inputs["attention_mask"].sum()) for inputs in alone]
-        tokens = torch.cat([inputs["input_ids"][:, :length] for inputs, length in zip(alone, lengths, strict=True)], 1)
-        labels = torch.cat([inputs["labels"][:, :length] for inputs, length in zip(alone, lengths, strict=True)], 1)
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        documents = [self._alone(example) for example in examples]
+        tokens, labels = (torch.cat(parts, 1) for parts in zip(*documents, strict=True))
+        positions = torch.cat([torch.arange(each.shape[1]) for each, _ in documents])[None]
         return {
             "input_ids": tokens,
             "labels": labels.masked_fill(positions == 0, IGNORED),
             "position_ids": positions,
         }
+
+    def _alone(self, example: Any) -> tuple[Tensor, Tensor]:
+        """A document's tokens and labels, [1, its length]. An empty one gets a token, which has no loss."""
+        inputs = super().__call__([example])
+        length = int(inputs["attention_mask"].sum())
+        found = inputs["input_ids"][:, :length], inputs["labels"][:, :length]
+        return found if length else (torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64))
 
 
 def documents_of(inputs: Mapping[str, Any]) -> Tensor:

@@ -26,6 +26,11 @@ BOTH: Refused = {
 }
 SFT_REFUSED: Refused = {
     **BOTH,
+    "shuffle_dataset": (
+        (False,),
+        "moves the rows of train_dataset, so that values of unit_ids and turns of a resumed training would be those of "
+        "other rows; leave it out: batches are drawn at random anyway",
+    ),
     "loss_type": (("nll", "chunked_nll", "dft"), 'has no losses of single examples here; use "nll" or "dft"'),
 }
 DPO_REFUSED: Refused = {

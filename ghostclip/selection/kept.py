@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import math
@@ -53,8 +54,20 @@ class Runs:
         """The next run ended. The first of equal scores stays; a score that is not a number is below all others."""
         score = -math.inf if math.isnan(score) else score
         if self.best is None or score > self.score:
-            self.best, self.score, self.result = self.settings[self.done], score, result
+            # A copy, since the next run may train the same tensors.
+            self.best, self.score, self.result = self.settings[self.done], score, _copied(result)
         self.done += 1
+
+
+def _copied(result: Any) -> Any:
+    """A copy that shares nothing with it; raises TypeError where there is none."""
+    try:
+        return copy.deepcopy(result)
+    except Exception as error:
+        raise TypeError(
+            f"what train returned can't be copied ({error}), and the best result is kept while further runs train; "
+            "return model.state_dict(), numbers, or detached tensors"
+        ) from error
 
 
 def folder_of(ledger: Ledger) -> Path:

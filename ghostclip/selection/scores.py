@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ghostclip.errors import PrivacyError
 from ghostclip.noise import Noise, noise_source
 from ghostclip.validate import positive
 
-__all__ = ["NoisyScore"]
+__all__ = ["NoisyScore", "asking"]
+
+# What a search asks now, ``train`` or ``score``; None outside of searches.
+_asked: ContextVar[Any] = ContextVar("asked by a search", default=None)
+
+
+@contextmanager
+def asking(function: Any) -> Iterator[None]:
+    """Inside, no `NoisyScore` may be asked but ``function`` itself, which the search is charged for."""
+    token = _asked.set(function)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,16 @@ class NoisyScore:
         positive(sensitivity=self.sensitivity)
 
     def __call__(self, result: Any) -> float:
-        """The noisy score of a result; NaN counts as 0 before the noise, so that it shows nothing."""
+        """The noisy score of a result; NaN counts as 0 before the noise, so that it shows nothing.
+
+        Raises:
+            PrivacyError: in a search that isn't charged for it.
+        """
+        if (asked := _asked.get()) is not None and asked is not self:
+            raise PrivacyError(
+                "a NoisyScore was asked in a search that isn't charged for it; give select(score=...) the NoisyScore "
+                "itself, and leave it out of train"
+            )
         exact = torch.tensor([float(self.function(result))], dtype=torch.float64, device="cpu").nan_to_num(nan=0.0)
         source: Noise = noise_source()
         (noisy,) = source.release([exact], self.noise_multiplier * self.sensitivity)

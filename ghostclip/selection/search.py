@@ -18,7 +18,7 @@ from ghostclip.events import Event, SampledGaussian, Selection
 from ghostclip.ledger import Ledger
 from ghostclip.selection.draws import draw_runs, draw_settings
 from ghostclip.selection.kept import KeptRuns, Runs, folder_of
-from ghostclip.selection.scores import NoisyScore
+from ghostclip.selection.scores import NoisyScore, asking
 from ghostclip.validate import open_fraction, positive, positive_int
 
 __all__ = ["Best", "select"]
@@ -33,7 +33,7 @@ class Best:
 
     Attributes:
         settings: the candidate it was trained by.
-        result: what ``train`` returned.
+        result: a copy of what ``train`` returned.
         score: of the result, with its noise where the score is a `NoisyScore`.
         delta: of the guarantee.
         events: what was charged, with everything else in the ledger.
@@ -106,9 +106,10 @@ def select(
         probability exp(-expected_runs). That is charged as well.
 
     Raises:
-        ValueError, TypeError: an argument is out of range.
+        ValueError, TypeError: an argument is out of range, or a result can't be copied.
         LedgerError: the ledger is in use, also for another search in this process, or damaged.
-        PrivacyError: the unfinished search beside the ledger is of other arguments.
+        PrivacyError: the unfinished search beside the ledger is of other arguments, or a `NoisyScore` was
+            asked that isn't ``score``.
     """
     candidates = _checked(train, candidates, score)
     positive(noise_multiplier=noise_multiplier)
@@ -185,8 +186,11 @@ def _finished(
 ) -> Runs:
     """The same object, after the runs that were left."""
     for number in runs.settings[runs.done :]:
-        result = train(candidates[number])
-        runs.add(result, float(score(result)))
+        with asking(train):
+            result = train(candidates[number])
+        with asking(score):
+            reached = float(score(result))
+        runs.add(result, reached)
         if kept is not None:
             kept.keep(runs)
     return runs

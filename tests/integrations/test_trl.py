@@ -11,8 +11,9 @@ from torch import Tensor
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
+from datasets import Dataset
 from peft import LoraConfig
-from tiny_trl import PAIRS, TEXTS, arguments, dpo, drawn, llama, privacy, sft, tokenizer
+from tiny_trl import PAIRS, TEXTS, arguments, dpo, drawn, gpt2, llama, privacy, sft, tokenizer
 from transformers import LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -88,9 +89,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "text", {"packing": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, {}
     ),
     "packing, LoRA": ("prompt and completion", {"packing": True, "loss_type": "dft"}, {"peft_config": adapter}),
+    "packing, GPT-2": ("text", {"packing": True}, {"model": gpt2}),
     "padding free": ("text", {"padding_free": True}, {}),
 }  # fmt: skip
-QUICK = {"text", "completion", "assistant", "LoRA", "packing", "packing, LoRA"}
+QUICK = {"text", "completion", "assistant", "LoRA", "packing", "packing, LoRA", "packing, GPT-2"}
 PACKS = {"packing", "padding_free"}
 
 
@@ -108,12 +110,22 @@ def built(more: dict[str, Any]) -> dict[str, Any]:
 def test_a_step_of_sft_is_the_clipped_sum_of_a_loop_over_conversations(name: str, tmp_path: Any) -> None:
     kind, options, more = CASES[name]
     options, data = {**WHOLE, **options}, drawn(ROWS, TEXTS[kind])
-    ours = sft(tmp_path, data, more={"privacy": privacy(tmp_path, clipping=MAX_NORM), **built(more)}, **options)
+    build, more = more.get("model", llama), {key: value for key, value in more.items() if key != "model"}
+    given = {"privacy": privacy(tmp_path, clipping=MAX_NORM), **built(more)}
+    ours = sft(tmp_path, data, model=build(), more=given, **options)
     plain = SFTTrainer(
-        model=llama(), args=arguments(SFTConfig, tmp_path, **{k: v for k, v in options.items() if k not in PACKS}),
+        model=build(), args=arguments(SFTConfig, tmp_path, **{k: v for k, v in options.items() if k not in PACKS}),
         train_dataset=data, processing_class=tokenizer(), **built(more),
     )  # fmt: skip
     assert_a_step_is_the_loop(ours, plain)
+
+
+def test_an_empty_document_is_an_example_without_a_loss_in_a_pack(tmp_path: Any) -> None:
+    rows = [[5, 6, 7], [], [8, 9], [5, 9, 8, 7]] * 2
+    data = Dataset.from_list([{"input_ids": row, "labels": row} for row in rows])
+    options = {**WHOLE, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    packed, padded = (sft(tmp_path / str(packs), data, packing=packs, **options) for packs in (True, False))
+    torch.testing.assert_close(released(packed), released(padded))
 
 
 PAIR_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

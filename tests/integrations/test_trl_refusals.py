@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing` is de
 SFT = [
     ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped' of SFTConfig cuts documents apart"),
     ({"activation_offloading": True}, "activation_offloading=True of SFTConfig"),
+    ({"shuffle_dataset": True}, "shuffle_dataset=True of SFTConfig moves the rows"),
     ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 of TrainingArguments"),  # as PrivateTrainer refuses others
 ]
 DPO = [

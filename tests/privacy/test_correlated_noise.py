@@ -19,7 +19,7 @@ from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.events import mechanism_of
 from ghostclip.ledger import Ledger
 from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation, noise_source
-from ghostclip.noise.history import history_of
+from ghostclip.noise.history import Banded, history_of
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")
 
@@ -219,6 +219,40 @@ def test_interrupted_noise_begins_a_new_mechanism(monkeypatch: pytest.MonkeyPatc
     runs.train(engine, 2, nothing)
     assert [event.count for event in engine.events] == [3, 2]
     assert engine.epsilon(accountant="rdp") == turns(2)
+
+
+def test_a_mechanism_whose_noise_was_interrupted_ends_at_a_restart_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    engine, after = (engine_for(BandedToeplitz(bands=3), "cyclic_poisson") for _ in range(2))
+    runs.train(engine, 2, nothing)
+    with monkeypatch.context() as patched:
+        patched.setattr(Banded, "_take_in", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            runs.train(engine, 1, nothing)
+    engine.save(tmp_path / "saved")
+    after.restore(tmp_path / "saved")
+    runs.train(after, 2, nothing)
+    assert sorted(event.count for event in after.events) == [2, 3]
+
+
+@pytest.mark.parametrize(("one", "then"), [("newer", "other"), ("other", "newer")])
+def test_two_continuations_of_one_checkpoint_do_not_add_up_without_a_ledger(one: str, then: str, tmp_path: Any) -> None:
+    """Three steps, and in two ways a fourth one, which is the second turn of the first group in both."""
+    first, second, third = (engine_for(BandedToeplitz(bands=3), "cyclic") for _ in range(3))
+    runs.train(first, 3, nothing)
+    first.save(tmp_path / "earlier")
+    runs.train(first, 1, nothing)
+    first.save(tmp_path / "newer")
+    second.restore(tmp_path / "earlier")
+    runs.train(second, 1, nothing)
+    second.save(tmp_path / "other")
+    third.restore(tmp_path / one)
+    spent = third.events
+    with pytest.raises(PrivacyError, match="each in its own way, which don't add up"):
+        third.restore(tmp_path / then)
+    third.restore(tmp_path / "earlier")  # which both contain
+    assert third.events == spent
 
 
 def test_steps_that_were_discarded_keep_the_noise_in_step() -> None:

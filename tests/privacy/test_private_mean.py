@@ -122,6 +122,7 @@ def test_noise_that_can_be_repeated_is_charged_as_none() -> None:
         ({"features": torch.ones(0, 3)}, ValueError, r"got \[0, 3\]"),
         ({"bound": 0.0}, ValueError, "bound must be a finite number > 0; got 0.0"),
         ({"bound": "1"}, TypeError, "bound"),
+        ({"bound": 1e-175}, ValueError, "bound must be at least 1e-100"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be"),
         ({"noise_multiplier": INF}, ValueError, "noise_multiplier must be"),
         ({"variance_noise_multiplier": NAN}, ValueError, "variance_noise_multiplier must be"),

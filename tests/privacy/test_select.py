@@ -60,9 +60,9 @@ class Trainings:
     def score(self, result: dict[str, Any]) -> float:
         return self.by(result["run"])
 
-    def select(self, path: Path | None, **changes: Any) -> Any:
+    def select(self, path: Path | None, train: Any = None, **changes: Any) -> Any:
         options = {**SETTING, "expected_runs": 4, "score": self.score, "ledger": path, **changes}
-        return ghostclip.select(self.train, CANDIDATES, **options)
+        return ghostclip.select(train or self.train, CANDIDATES, **options)
 
 
 def charges(path: Path) -> int:
@@ -124,6 +124,25 @@ def test_no_score_changes_the_number_of_runs(score: Callable[[int], float], monk
 @pytest.mark.usefixtures("five")
 def test_the_first_of_equal_scores_stays_and_no_number_is_below_all(scores: list[float], first: int) -> None:
     assert Trainings(lambda run: scores[run - 1]).select(None).result["run"] == first
+
+
+@pytest.mark.usefixtures("five")
+def test_the_result_is_the_best_run_s_though_all_train_the_same_tensors() -> None:
+    model, left = torch.nn.Linear(1, 1), [1.0, 5.0, 3.0, 2.0, 4.0]
+
+    def train(_: str) -> dict[str, torch.Tensor]:
+        torch.nn.init.constant_(model.weight, left.pop(0))
+        return model.state_dict()
+
+    best = Trainings().select(None, train=train, score=lambda result: float(result["weight"]))
+    assert (best.score, float(best.result["weight"])) == (5.0, 5.0)
+
+
+@pytest.mark.usefixtures("five")
+def test_a_result_that_cannot_be_copied_is_refused() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    with pytest.raises(TypeError, match="what train returned can't be copied"):
+        Trainings().select(None, train=lambda _: weight * 2, score=lambda _: 1.0)
 
 
 @pytest.mark.parametrize("fail_at", range(5))
@@ -306,6 +325,17 @@ def test_a_score_on_private_data_gets_noise_that_every_run_is_charged_for(path: 
     assert Ledger(path).events == [Selection((SampledGaussian(0.05, 1.3, 100), SampledGaussian(1.0, 20.0)), 4)]
     assert best.score != best.result["run"]
     assert best.epsilon > accounting.selection_epsilon(**SETTING, expected_runs=4)
+
+
+@pytest.mark.usefixtures("five")
+def test_a_noisy_score_that_is_not_charged_is_refused() -> None:
+    runs, noisy = Trainings(), NoisyScore(lambda result: result["run"], 20.0)
+    message = "NoisyScore was asked in a search that isn't charged for it"
+    with pytest.raises(PrivacyError, match=message):
+        runs.select(None, score=lambda result: noisy(result) - 1.0)
+    with pytest.raises(PrivacyError, match=message):
+        runs.select(None, train=lambda settings: {"run": noisy(runs.train(settings))}, score=noisy)
+    assert math.isfinite(noisy({"run": 1}))  # outside of searches
 
 
 def test_the_noise_of_a_score_has_its_standard_deviation() -> None:

@@ -46,6 +46,16 @@ def llama(seed: int = 0) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+def gpt2() -> Any:
+    """A GPT-2 of that size, whose linear layers are transformers' own."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=len(WORDS) + len(SPECIAL), n_embd=8, n_inner=12, n_layer=1, n_head=2, n_positions=64,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
 def words(count: int, draw: torch.Generator) -> str:
     return " ".join(WORDS[int(place)] for place in torch.randint(len(WORDS), (count,), generator=draw))
 
