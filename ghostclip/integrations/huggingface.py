@@ -49,6 +49,7 @@ from ghostclip.integrations.huggingface_refusals import (
     refuse_spent,
     warn_of_metrics,
 )
+from ghostclip.integrations.refused_weights import accept, note, refuse_noted
 from ghostclip.sampling import LogicalBatch
 from ghostclip.sampling.loading import size_of
 from ghostclip.sampling.unit_ids import users_of_rows
@@ -169,8 +170,14 @@ class PrivateTrainer(Trainer):
         self._resume = self._whole_checkpoint(resume_from_checkpoint)
         if self._resume is None:
             self._refuse_spent()
+            refuse_noted(self.model)
+        self._restored = False
         try:
             output = super().train(self._resume, *others, **options)
+        except BaseException:
+            if self._resume is not None and not self._restored:
+                note(self.model, self._resume)
+            raise
         finally:
             # All users of accelerate in this process share it.
             self.accelerator.gradient_state._set_sync_gradients(True)
@@ -307,6 +314,8 @@ class PrivateTrainer(Trainer):
             self.engine.compile()
         if self._resume is not None:
             self.engine.restore(os.path.join(self._resume, STATE))
+            self._restored = True
+            accept(self.model)
         self._begun_at = self.state.global_step
 
     def _losses(self, model: nn.Module, inputs: Any) -> Tensor:

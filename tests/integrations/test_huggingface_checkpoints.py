@@ -110,6 +110,17 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_left_out(tmp_path, capl
     ]  # fmt: skip
 
 
+def test_weights_of_a_refused_checkpoint_are_not_trained_further(tmp_path):
+    run(tmp_path / "first", stop=3)
+    place = str(tmp_path / "first" / "checkpoint-2")
+    other = trainer(tmp_path / "second", gpt2(), data(count=30), repeatable(noise_multiplier=2.0), max_steps=2)
+    with pytest.raises(PrivacyError, match=r"noise_multiplier is 1\.0 in it and 2\.0 here"):
+        other.train(place)
+    for again in (other, trainer(tmp_path / "third", other.model, data(count=30), repeatable(), max_steps=2)):
+        with pytest.raises(PrivacyError, match=r"weights of the checkpoint .*checkpoint-2 may be in this model"):
+            again.train()
+
+
 def test_checkpoints_of_something_else_are_refused(tmp_path):
     """Of other noise, without a privacy state, and without the ledger."""
     run(tmp_path, stop=3)

@@ -4,15 +4,17 @@ import pytest
 
 pytest.importorskip("lightning")
 
+import lightning
 import lightning_runs as lr
 import private_runs as runs
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
 
 from ghostclip import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.integrations.lightning import PrivacyCallback, setup_fabric
+from ghostclip.integrations.lightning.refusals import check_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 
@@ -54,8 +56,43 @@ def loaders(folder):
     lr.fit(folder, data=[lr.loader(), lr.loader()])
 
 
+def forks(folder):
+    made = lr.trainer(folder, strategy="ddp_fork")
+    check_trainer(made, lr.Module(), {})  # in the process that a fit would begin
+
+
+class Data(lightning.LightningDataModule):
+    """Makes its data set when it is set up."""
+
+    def setup(self, stage):
+        self.rows = Subset(runs.data(), torch.randperm(24).tolist())
+
+    def train_dataloader(self):
+        return DataLoader(self.rows, batch_size=2)
+
+
+def units_beforehand(folder):
+    lr.fit(folder, data=Data(), engine={"unit_ids": [0, 1, 2] * 8})
+
+
+def test_units_by_a_function_are_those_of_the_rows_that_lightning_made(tmp_path):
+    data, seen = Data(), []
+
+    def units(rows):
+        seen.append(rows)
+        return [row % 12 for row in rows.indices]
+
+    _, callback = lr.fit(tmp_path, data=data, engine={"unit_ids": units})
+    assert len(seen) == 1
+    assert seen[0] is data.rows
+    (event,) = callback.engine.events
+    assert (event.unit, event.sample_rate) == ("user", 2 / 12)
+
+
 OTHERS = [
     (strategy, r"FSDPStrategy .* 'ddp'"),
+    (forks, "begins a fit in new processes"),
+    (units_beforehand, "values for the rows of a data set that Data makes in the fit"),
     (finder, "tune on public data"),
     (sampler, "WeightedRandomSampler"),
     (loaders, r"one torch\.utils.data.DataLoader"),

@@ -69,6 +69,47 @@ def test_checkpoints_of_others_are_refused(tmp_path):
         lr.fit(tmp_path, ckpt_path=tmp_path / "plain.ckpt")
 
 
+def without_its_state(place, change):
+    """The checkpoint with PrivacyCallback's state changed."""
+    state = torch.load(place, weights_only=True)
+    change(state["callbacks"])
+    torch.save(state, place.with_name("changed.ckpt"))
+    return place.with_name("changed.ckpt")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda callbacks: callbacks.pop("PrivacyCallback"),
+        lambda callbacks: callbacks.update(PrivacyCallback={"states": []}),
+    ],
+)
+def test_weights_of_a_refused_checkpoint_are_not_trained_further(change, tmp_path):
+    place = without_its_state(saved(tmp_path, 2)[0], change)
+    module = lr.Module()
+    with pytest.raises(PrivacyError, match="saved without PrivacyCallback"):
+        lr.fit(tmp_path, module, ckpt_path=place)
+    weights = torch.load(place, weights_only=True)["state_dict"]
+    assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
+    for _ in range(2):
+        with pytest.raises(PrivacyError, match=r"weights of the checkpoint .*changed\.ckpt may be in this model"):
+            lr.fit(tmp_path, module)
+    lr.fit(tmp_path, module, ckpt_path=tmp_path / "step=2.ckpt")
+    lr.fit(tmp_path, module)
+
+
+def test_a_refused_fit_forgets_nothing(tmp_path):
+    callback, module = PrivacyCallback(noise_multiplier=1.0), lr.Module()
+    lr.trainer(tmp_path, callback).fit(module, lr.loader())
+    spent = callback.engine.events
+    for _ in range(2):
+        with pytest.raises(PrivacyError, match="batch_size"):
+            lr.trainer(tmp_path, callback).fit(module, lr.loader(size=48))
+        assert callback.engine.events == spent
+    lr.trainer(tmp_path, callback).fit(module, lr.loader())
+    assert callback.engine.steps_taken == 6 + 6
+
+
 def test_a_failed_fit_keeps_what_it_spent(tmp_path):
     class Fails(lightning.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

@@ -15,7 +15,8 @@ from ghostclip.engine.distributed import keep_unsynchronised
 from ghostclip.engine.earlier_engines import forget_earlier
 from ghostclip.errors import PrivacyError
 from ghostclip.integrations.lightning.fitting import TrainLoader, length_of, methods_for, replace_methods, transferred
-from ghostclip.integrations.lightning.refusals import check_accumulation, check_options, check_trainer
+from ghostclip.integrations.lightning.refusals import check_accumulation, check_options, check_trainer, check_units
+from ghostclip.integrations.refused_weights import accept, note, refuse_noted
 
 __all__ = ["PrivacyCallback"]
 
@@ -31,7 +32,8 @@ class PrivacyCallback(lightning.Callback):
         compile: compile steps, as `PrivacyEngine.compile` does, under automatic optimization. ``training_step`` may
             then depend on no ``batch_idx``, and logs something only in the batches that run without the graph.
         options: keyword arguments of `PrivacyEngine`. By default ``batch_size`` is the training loader's, and with
-            ``target_epsilon`` the length of training is the Trainer's ``max_epochs`` or ``max_steps``.
+            ``target_epsilon`` the length of training is the Trainer's ``max_epochs`` or ``max_steps``. ``unit_ids`` may
+            also be a function of the training data set that gives its values.
 
     Attributes:
         engine: the `PrivacyEngine` of the current or last fit; None before the first. After a fit it is detached from
@@ -54,6 +56,9 @@ class PrivacyCallback(lightning.Callback):
         # Of earlier fits and of the checkpoint to go on from, which is the last one.
         self._states: list[dict[str, Any]] = []
         self._restored = False
+        # Since when a fit that fails may leave a checkpoint's weights in the module; since when the engine knows all
+        # that was spent.
+        self._set_up = self._took_over = False
         self._loader = TrainLoader(None, options)
         self._undo: list[Callable[[], None]] = []
 
@@ -62,13 +67,15 @@ class PrivacyCallback(lightning.Callback):
         if stage != "fit":
             return
         self._end()
-        self._restored = False
+        self._restored = self._set_up = False
         check_trainer(trainer, pl_module, self._options)
         if self._compiles and not pl_module.automatic_optimization:
             raise PrivacyError("compile=True compiles no step of manual optimization; leave one of them out")
         source = trainer.fit_loop._data_source
+        check_units(source, self._options)
         self._loader = TrainLoader(copy.copy(source), self._options)
         source.instance = self._loader
+        self._set_up = True
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Builds the engine, once optimizers are built and a checkpoint's weights are loaded."""
@@ -82,20 +89,23 @@ class PrivacyCallback(lightning.Callback):
                 f"the checkpoint {trainer.ckpt_path} was saved without PrivacyCallback, so what it spent isn't known; "
                 "if its weights are public, load them into the module and call fit without ckpt_path"
             )
+        if not trainer.ckpt_path:
+            refuse_noted(pl_module)
         assert trainer.strategy.model is not None
         self._undo.append(keep_unsynchronised(trainer.strategy.model))
         with warnings.catch_warnings():
             # That the sampler is replaced is what the callback is for.
             warnings.filterwarnings("ignore", "the DataLoader's .* is replaced")
-            options = {**self._options, **length_of(trainer, self._loader, self._options)}
+            options = {**self._loader.options, **length_of(trainer, self._loader, self._options)}
             forget_earlier(pl_module, self.engine)
             engine = PrivacyEngine(pl_module, trainer.optimizers[0], self._loader.given, **options)
         if self._compiles:
             engine.compile()
-        self.engine = engine
         self._undo.append(engine.detach)
         for state in self._states:
             engine.load_state_dict(state)
+        self.engine, self._took_over = engine, True
+        accept(pl_module)
         self._loader.start(engine, functools.partial(transferred, trainer, pl_module))
         self._undo.append(replace_methods(pl_module, methods_for(trainer, pl_module, engine)))
 
@@ -116,16 +126,18 @@ class PrivacyCallback(lightning.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Privacy spent and position in the epoch, which Lightning stores in its checkpoints."""
-        return {"states": self._states if self.engine is None else [self.engine.state_dict()]}
+        return {"states": [self.engine.state_dict()] if self.engine and self._took_over else self._states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint's state. The next fit counts its steps beside those of earlier fits of this callback."""
-        self._states, self._restored = [*self._states, *state_dict["states"]], True
+        self._states, self._restored = [*self._states, *state_dict["states"]], bool(state_dict["states"])
 
     def on_exception(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
     ) -> None:
         """Removes the engine from the module and the optimizer after an error."""
+        if trainer.ckpt_path and self._set_up and not self._took_over:
+            note(pl_module, trainer.ckpt_path)
         self._end()
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
@@ -135,8 +147,9 @@ class PrivacyCallback(lightning.Callback):
 
     def _end(self) -> None:
         """Gives the module its methods back and takes the engine off the optimizer; what was spent stays known."""
-        if self._undo and self.engine is not None:
+        if self._took_over and self.engine is not None:
             self._loader.charge_left_out()
             self._states = [self.engine.state_dict()]
+        self._took_over = False
         while self._undo:
             self._undo.pop()()

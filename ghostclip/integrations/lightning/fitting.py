@@ -61,9 +61,15 @@ class TrainLoader:
         return max(1, round(self._units / size))
 
     @functools.cached_property
+    def options(self) -> Mapping[str, Any]:
+        """Those of the engine, with the values that a function gives for ``unit_ids``."""
+        users = self._options.get("unit_ids")
+        return {**self._options, "unit_ids": users(self.given.dataset)} if callable(users) else self._options
+
+    @functools.cached_property
     def _units(self) -> int:
         """How many examples, or users, the data have."""
-        rows, users = len(self.given.dataset), self._options.get("unit_ids")  # type: ignore[arg-type]
+        rows, users = len(self.given.dataset), self.options.get("unit_ids")  # type: ignore[arg-type]
         return rows if users is None else len(set(users_of_rows(users, rows)))
 
     def __iter__(self) -> Iterator[LogicalBatch]:

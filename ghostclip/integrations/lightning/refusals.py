@@ -11,12 +11,13 @@ from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDevice
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessing
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import PrivacyError
 
-__all__ = ["check_accumulation", "check_fabric", "check_options", "check_trainer"]
+__all__ = ["check_accumulation", "check_fabric", "check_options", "check_trainer", "check_units"]
 
 STRATEGY = "the strategy {} has no exact per-example gradients; use 'auto' on one device, or 'ddp'"
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
@@ -55,6 +56,8 @@ def check_trainer(trainer: Any, module: lightning.LightningModule, options: Mapp
         "a tuner (lr_find, scale_batch_size, LearningRateFinder, BatchSizeFinder) takes steps on the data and forgets "
         "them; tune on public data, and leave it out of a private fit":
             any(isinstance(each, BatchSizeFinder | LearningRateFinder) for each in trainer.callbacks),
+        f"the strategy {strategy.__name__} begins a fit in new processes (ddp_spawn, ddp_fork, ddp_notebook), of which "
+        "this one doesn't learn what was spent; use 'ddp'": isinstance(trainer.strategy.launcher, MultiProcessing),
         "a compiled LightningModule can't be clipped; give fit the module itself":
             getattr(module, "_compiler_ctx", None) is not None,
     }  # fmt: skip
@@ -62,6 +65,16 @@ def check_trainer(trainer: Any, module: lightning.LightningModule, options: Mapp
         if is_there:
             raise PrivacyError(problem)
     _check_precision(str(trainer.precision), options, module.automatic_optimization)
+
+
+def check_units(source: Any, options: Mapping[str, Any]) -> None:
+    """Raises PrivacyError for values of ``unit_ids`` where Lightning has the data made anew in the fit."""
+    given = options.get("unit_ids")
+    if given is not None and not callable(given) and source.is_module():
+        raise PrivacyError(
+            f"unit_ids has values for the rows of a data set that {type(source.instance).__name__} makes in the fit, "
+            "perhaps in another order; give a function of the training data set: unit_ids=lambda data: [...]"
+        )
 
 
 def check_accumulation(trainer: Any) -> None:
