@@ -208,6 +208,36 @@ def test_outputs_that_do_not_show_their_examples_are_refused_at_first(monkeypatc
         optimizer.step()
 
 
+class Prototypes(nn.Module):
+    """Features of the examples, and a vector for each of as many classes as a batch has examples."""
+
+    def __init__(self, table: bool) -> None:
+        super().__init__()
+        self.features = nn.Linear(5, 4)
+        self.classes = nn.Embedding(6, 4) if table else nn.Parameter(torch.zeros(6, 4))
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        classes = self.classes(torch.arange(6)) if isinstance(self.classes, nn.Embedding) else self.classes
+        return self.features(inputs), classes
+
+
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.filterwarnings("ignore:the DataLoader's .* is replaced")
+def test_an_output_of_the_batch_s_size_without_a_row_for_each_example_is_refused(table: bool) -> None:
+    model = Prototypes(table)
+    data = TensorDataset(torch.randn(12, 5), torch.arange(12) % 6)
+    engine, optimizer = PrivacyEngine(), torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=6), noise_multiplier=1.0,
+        max_grad_norm=1.0, poisson_sampling=False,
+    )  # fmt: skip
+    inputs, targets = next(iter(loader))
+    features, classes = model(inputs)
+    nn.functional.cross_entropy(features @ classes.T, targets).backward()
+    with pytest.raises(LossShapeError, match=r"shape \[6, 4\] for one example as for 6"):
+        optimizer.step()
+
+
 def test_the_optimizer_has_what_programs_ask_of_opacus_s() -> None:
     engine = PrivacyEngine(secure_mode=True)
     model, optimizer, loader = private(engine, "words", layers, noise_multiplier=1.5)

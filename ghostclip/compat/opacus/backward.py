@@ -8,14 +8,15 @@ two passes of `ghostclip.clipper` run on these losses when the optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ghostclip.clipper.trial import is_trial
+from ghostclip.clipper.cutting import cut
+from ghostclip.clipper.trial import is_trial, without_trace
 from ghostclip.compat.opacus.core import CoreEngine
 from ghostclip.compat.opacus.model_losses import loss_of_rows
 from ghostclip.errors import LossShapeError, PrivacyError
@@ -37,7 +38,10 @@ class _Forward:
 
     Attributes:
         turn: the physical batch that it belongs to.
+        fixed: which outputs have no row for each example, by their places among the outputs.
     """
+
+    fixed: Collection[int] = ()
 
     def __init__(self, owner: ScalarLosses, turn: Turn, outputs: list[Tensor], inputs: list[Tensor]) -> None:
         self._owner, self.turn, self.outputs, self._inputs = owner, turn, outputs, inputs
@@ -90,6 +94,8 @@ class ScalarLosses:
         self._pending: list[_Forward] = []
         # {(place among a forward's outputs, number of dimensions): which one holds examples}, from the first batch on.
         self._dims: dict[tuple[int, int], int] = {}
+        # {places of outputs that require a gradient: `_Forward.fixed`}
+        self._fixed: dict[tuple[int, ...], Collection[int]] = {}
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         """The outputs, cut off from their graph where they belong to a batch."""
@@ -101,13 +107,30 @@ class ScalarLosses:
             return outputs
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         forward = _Forward(self, turn, [leaves[place] for place in places], inputs)
-        for place, cut in zip(places, _Cut.apply(forward, PROBE, *inputs), strict=True):
-            leaves[place] = cut
+        if (key := tuple(places)) not in self._fixed and self._engine.rows > 1 and self._batch_dims == (0,):
+            self._fixed[key] = self._fixed_in(module, args, kwargs, places, forward.outputs)
+        forward.fixed = self._fixed.get(key, ())
+        for place, output in zip(places, _Cut.apply(forward, PROBE, *inputs), strict=True):
+            leaves[place] = output
         # Models of transformers return their loss first, and logits next.
         if self._mean and places[0] == 0 and leaves[0].dim() == 0 and len(leaves) > 1:
             found = loss_of_rows(module, kwargs.get("labels"), leaves[0], leaves[1])
             leaves[0] = leaves[0] if found is None else found
         return tree_unflatten(leaves, structure)
+
+    def _fixed_in(
+        self, module: nn.Module, args: Any, kwargs: Any, places: list[int], outputs: list[Tensor]
+    ) -> Collection[int]:
+        """Which outputs are as large for the first example alone; none where the model can't be tried with one."""
+        rows = self._engine.rows
+        try:
+            with without_trace(module), torch.no_grad():
+                alone, _ = tree_flatten(module(*cut(args, rows, [0]), **cut(kwargs, rows, [0])))
+        except Exception:  # whatever a model has against a batch of one
+            return ()
+        sizes = [each.shape if isinstance(each, Tensor) else None for each in alone]
+        fixed = zip(places, outputs, strict=True)
+        return [n for n, (place, own) in enumerate(fixed) if own.dim() and sizes[place : place + 1] == [own.shape]]
 
     def __reduce__(self) -> Any:
         """A copy of the model isn't this engine's: its hook does nothing."""
@@ -150,7 +173,7 @@ class ScalarLosses:
         """
         rows = self._engine.rows
         found = [
-            self._losses_of(place, output, grad, rows)
+            self._losses_of(place, output, grad, rows, place in forward.fixed)
             for forward in self._pending
             if forward.turn == self._turn
             for place, (output, grad) in enumerate(zip(forward.outputs, forward.grads, strict=True))
@@ -162,8 +185,15 @@ class ScalarLosses:
         losses = found[0] if len(found) == 1 else torch.stack(found).sum(0)
         return losses * rows if self._mean else losses
 
-    def _losses_of(self, place: int, output: Tensor, grad: Tensor, rows: int) -> Tensor:
+    def _losses_of(self, place: int, output: Tensor, grad: Tensor, rows: int, fixed: bool) -> Tensor:
         """The rows' products with their gradients, summed, [B]."""
+        if fixed:
+            raise LossShapeError(
+                f"an output of the model, through which loss.backward() came, has shape {list(output.shape)} for one "
+                f"example as for {rows}: it has no row for each example (class prototypes, a table), so that its "
+                "gradient can't be divided by example; use it within the model, and return what is computed of it and "
+                "the examples"
+            )
         dim = self._batch_dim(place, output, rows)
         wide = torch.promote_types(output.dtype, torch.float32)
         product = output.to(wide) * grad.to(wide)
