@@ -1885,9 +1885,8 @@ INTEGRATED = [
     Mutant(
         "a refused fit of Lightning forgets what was spent",
         "ghostclip/integrations/lightning/callback.py",
-        "        if self._took_over and self.engine is not None:\n",
-        "        if self._undo and self.engine is not None:\n            self.engine = PrivacyEngine(self.engine.model, "
-        "self.engine.optimizer, self._loader.given, **self._options)\n",
+        "        self._undo.append(engine.detach)\n        for state",
+        "        self.engine, self._took_over = engine, True\n        self._undo.append(engine.detach)\n        for state",
         ("tests/integrations/test_lightning_resume.py",),
     ),
     Mutant(
