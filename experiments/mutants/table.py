@@ -1885,8 +1885,8 @@ INTEGRATED = [
     Mutant(
         "a refused fit of Lightning forgets what was spent",
         "ghostclip/integrations/lightning/callback.py",
-        "        self._undo.append(engine.detach)\n        for state",
-        "        self.engine, self._took_over = engine, True\n        self._undo.append(engine.detach)\n        for state",
+        "        self._undo.append(engine.detach)\n",
+        "        self._undo.append(engine.detach)\n        self.engine, self._took_over = engine, True\n",
         ("tests/integrations/test_lightning_resume.py",),
     ),
     Mutant(
