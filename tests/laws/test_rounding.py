@@ -61,7 +61,7 @@ def worst(model: nn.Module, losses, batches) -> float:
     return max(moved(model, losses, batch, clipper) for clipper in clippers(model) for batch in batches)
 
 
-@pytest.mark.parametrize("positions", [1, 2, 9, 70])
+@pytest.mark.parametrize("positions", [1, 2, *(pytest.param(each, marks=pytest.mark.slow) for each in (9, 70))])
 def test_tied_embedding_and_head_that_cancel(positions):
     assert worst(ghostclip.wrap(TiedHead()), tied_losses, tied_batches(positions)) <= SHARE
 
@@ -110,7 +110,9 @@ def test_positions_that_cancel(make, width, positions):
     assert worst(model, squared_error, positions_batches(model, width, positions)) <= SHARE
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (20,), (3, 4, 4)])
+@pytest.mark.parametrize(
+    "shape", [(8, 8), *(pytest.param(each, marks=pytest.mark.slow) for each in ((20,), (3, 4, 4)))]
+)
 def test_pixels_that_cancel(shape):
     kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(shape)]
     model = ghostclip.wrap(kind(4, 6, 3))

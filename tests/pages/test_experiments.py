@@ -127,8 +127,9 @@ def test_kills_notice_a_step_that_is_not_charged_and_a_run_that_forgets(forgets,
         kills.one_run(tmp_path, [place] * (1 if forgets else 3), {place: []}, random.Random(1))
 
 
-def test_overhead_is_a_share_of_the_step_of_the_same_round(tmp_path):
+def test_overhead_is_a_share_of_the_step_of_the_same_round(tmp_path, monkeypatch):
     module = script("privacy_overhead")
+    monkeypatch.setattr(module, "PLANNED", 2000)  # 100,000 take a matrix of noise 20 s to be made
     results, page = ran(module, tmp_path, "--workloads", "mlp", "--batch-size", "4", "--seconds", "0.2")
     found = results["workloads"]["mlp"]
     assert {*module.STEPS, "noise", "ledger", "ledger, every step", "together"} <= set(found["ms"])
