@@ -799,8 +799,8 @@ FUZZED = [
     Mutant(
         "a fork goes on with the mechanism of its parent",
         "ghostclip/engine/mechanism.py",
-        "        if any(self._ranks.all_gathered(self._is_broken())):\n",
-        "        if self._history is not None and any(self._ranks.all_gathered(self._is_broken())):\n",
+        "        if self._is_broken():\n",
+        "        if self._history is not None and self._is_broken():\n",
         ("tests/privacy/test_correlated_noise.py", "-k", "fork_begins"),
     ),
 ]
@@ -2325,8 +2325,8 @@ OF_COMPANY = [
     Mutant(
         "noise that was interrupted on another rank is gone on with",
         "ghostclip/engine/mechanism.py",
-        "any(self._ranks.all_gathered(self._is_broken()))",
-        "self._ranks.led(self._is_broken)",
+        "any(self._ranks.all_gathered(own))",
+        "self._ranks.led(lambda: own)",
         ("tests/engine/test_fsdp_correlation.py", "-k", "interrupted"),
     ),
     Mutant(
@@ -3844,7 +3844,7 @@ CHOSEN_PRIVATELY = [
     Mutant(
         "a mechanism whose noise was interrupted goes on after a restart",
         "ghostclip/engine/mechanism.py",
-        " or charged or broken:\n",
+        ' or charged or state.get("broken", False):\n',
         " or charged:\n",
         ("tests/privacy/test_correlated_noise.py",),
     ),

@@ -191,8 +191,8 @@ class Spending:
             if steps_of(mechanism, both) > most:
                 raise PrivacyError(
                     "the checkpoint and what this engine knows of went on from one earlier checkpoint with the same "
-                    "correlated noise or the same turns, each in its own way, which don't add up; restore it in a new "
-                    "engine, and give all of them one ledger=..., which counts both"
+                    "correlated noise or the same turns, each in its own way, which don't add up: a new engine can "
+                    "restore either, and won't know of the other. Give such trainings one ledger=..., which counts both"
                 )
 
     def charge(self, settings: StepSettings) -> None:

@@ -75,13 +75,14 @@ class Mechanism(Noise):
 
     def charge(self, settings: StepSettings) -> None:
         """`Spending.charge`, under the mechanism's name; after an interruption or a fork under a new one."""
-        if any(self._ranks.all_gathered(self._is_broken())):
+        if self._is_broken():
             self.begin(self._plan.began + self._charged())
         self._spending.charge(replace(settings, event=within(settings.event, self._plan.mechanism)))
 
     def _is_broken(self) -> bool:
-        """Whether the next step can't follow the last one: its noise was interrupted, or this process is a fork."""
-        return self._process != os.getpid() or not (self._history is None or self._history.whole)
+        """Whether no step can follow the last one: its noise was interrupted on a rank, or this is a fork."""
+        own = self._process != os.getpid() or not (self._history is None or self._history.whole)
+        return any(self._ranks.all_gathered(own))
 
     def _charged(self) -> int:
         """How many steps of this mechanism were charged."""
@@ -130,13 +131,14 @@ class Mechanism(Noise):
             "began": self._plan.began,
             "groups": None if groups is None else torch.from_numpy(groups),
             "history": history,
+            "broken": self._is_broken(),
         }
 
     def restore(
         self, state: Mapping[str, Any] | None, saved: Runs, step: int, parameters: Sequence[nn.Parameter]
     ) -> None:
-        """Goes on with a checkpoint's mechanism; begins a new one where steps were charged to it since, or where the
-        noise of its last step was interrupted.
+        """Goes on with a checkpoint's mechanism; begins a new one where steps were charged to it since, or none could
+        follow its last one.
 
         Args:
             state: what `state_dict` gave; None: there is none.
@@ -152,14 +154,12 @@ class Mechanism(Noise):
         # Of engines that share a ledger one alone goes on: their steps would be counted as if one followed another.
         taken = self._spending.ledger is not None and state["name"] in _going_on
         charged = self._spending.steps_of(state["name"], everyone=True) != steps_of(state["name"], saved)
-        history = state["history"]
-        broken = history is not None and not history.get("whole", True)
-        if any(self._ranks.all_gathered(taken)) or charged or broken:
+        if any(self._ranks.all_gathered(taken)) or charged or state.get("broken", False):
             return
         self.end()
         self._plan.rename(state["began"], state["name"])
         _going_on[state["name"]] = self
-        if self._history is None or history is None:
+        if self._history is None or (history := state["history"]) is None:
             return
         if (shards := self._shards) is not None:
             pairs = zip(history["kept"], parameters, strict=False)

@@ -118,7 +118,7 @@ class NoiseHistory(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """For the private part of a checkpoint."""
-        return {"step": self.step, "std": self._std, "kept": list(self._state), "whole": self.whole}
+        return {"step": self.step, "std": self._std, "kept": list(self._state)}
 
     def load_state_dict(self, state: Mapping[str, Any], like: Sequence[Tensor]) -> None:
         """Takes back what `state_dict` gave.

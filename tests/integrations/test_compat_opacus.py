@@ -234,7 +234,7 @@ def test_an_output_of_the_batch_s_size_without_a_row_for_each_example_is_refused
     inputs, targets = next(iter(loader))
     features, classes = model(inputs)
     nn.functional.cross_entropy(features @ classes.T, targets).backward()
-    with pytest.raises(LossShapeError, match=r"shape \[6, 4\] for one example as for 6"):
+    with pytest.raises(LossShapeError, match=r"shape \[6, 4\] for one example less than 6, too"):
         optimizer.step()
 
 

@@ -69,7 +69,7 @@ def test_checkpoints_of_others_are_refused(tmp_path):
         lr.fit(tmp_path, ckpt_path=tmp_path / "plain.ckpt")
 
 
-def without_its_state(place, change):
+def with_other_state(place, change):
     """The checkpoint with PrivacyCallback's state changed."""
     state = torch.load(place, weights_only=True)
     change(state["callbacks"])
@@ -85,7 +85,7 @@ def without_its_state(place, change):
     ],
 )
 def test_weights_of_a_refused_checkpoint_are_not_trained_further(change, tmp_path):
-    place = without_its_state(saved(tmp_path, 2)[0], change)
+    place = with_other_state(saved(tmp_path, 2)[0], change)
     module = lr.Module()
     with pytest.raises(PrivacyError, match="saved without PrivacyCallback"):
         lr.fit(tmp_path, module, ckpt_path=place)

@@ -41,10 +41,10 @@ class _Forward:
         fixed: which outputs have no row for each example, by their places among the outputs.
     """
 
-    fixed: Collection[int] = ()
-
-    def __init__(self, owner: ScalarLosses, turn: Turn, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-        self._owner, self.turn, self.outputs, self._inputs = owner, turn, outputs, inputs
+    def __init__(
+        self, owner: ScalarLosses, turn: Turn, outputs: list[Tensor], inputs: list[Tensor], fixed: Collection[int]
+    ) -> None:
+        self._owner, self.turn, self.outputs, self._inputs, self.fixed = owner, turn, outputs, inputs, fixed
         self.grads: list[Tensor | None] = [None] * len(outputs)
 
     def receive(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -106,10 +106,10 @@ class ScalarLosses:
         if not places:
             return outputs
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-        forward = _Forward(self, turn, [leaves[place] for place in places], inputs)
+        own = [leaves[place] for place in places]
         if (key := tuple(places)) not in self._fixed and self._engine.rows > 1 and self._batch_dims == (0,):
-            self._fixed[key] = self._fixed_in(module, args, kwargs, places, forward.outputs)
-        forward.fixed = self._fixed.get(key, ())
+            self._fixed[key] = self._fixed_in(module, args, kwargs, places, own)
+        forward = _Forward(self, turn, own, inputs, self._fixed.get(key, ()))
         for place, output in zip(places, _Cut.apply(forward, PROBE, *inputs), strict=True):
             leaves[place] = output
         # Models of transformers return their loss first, and logits next.
@@ -121,16 +121,16 @@ class ScalarLosses:
     def _fixed_in(
         self, module: nn.Module, args: Any, kwargs: Any, places: list[int], outputs: list[Tensor]
     ) -> Collection[int]:
-        """Which outputs are as large for the first example alone; none where the model can't be tried with one."""
-        rows = self._engine.rows
+        """Which outputs are as large for one example less; none where the model can't be tried with what is left."""
+        rows, left = self._engine.rows, range(self._engine.rows - 1)
         try:
             with without_trace(module), torch.no_grad():
-                alone, _ = tree_flatten(module(*cut(args, rows, [0]), **cut(kwargs, rows, [0])))
-        except Exception:  # whatever a model has against a batch of one
+                fewer, _ = tree_flatten(module(*cut(args, rows, left), **cut(kwargs, rows, left)))
+        except Exception:  # whatever a model has against such a batch
             return ()
-        sizes = [each.shape if isinstance(each, Tensor) else None for each in alone]
-        fixed = zip(places, outputs, strict=True)
-        return [n for n, (place, own) in enumerate(fixed) if own.dim() and sizes[place : place + 1] == [own.shape]]
+        sizes = [each.shape if isinstance(each, Tensor) else None for each in fewer]
+        pairs = enumerate(zip(places, outputs, strict=True))
+        return [number for number, (place, own) in pairs if own.dim() and sizes[place : place + 1] == [own.shape]]
 
     def __reduce__(self) -> Any:
         """A copy of the model isn't this engine's: its hook does nothing."""
@@ -190,7 +190,7 @@ class ScalarLosses:
         if fixed:
             raise LossShapeError(
                 f"an output of the model, through which loss.backward() came, has shape {list(output.shape)} for one "
-                f"example as for {rows}: it has no row for each example (class prototypes, a table), so that its "
+                f"example less than {rows}, too: it has no row for each example (class prototypes, a table), and its "
                 "gradient can't be divided by example; use it within the model, and return what is computed of it and "
                 "the examples"
             )

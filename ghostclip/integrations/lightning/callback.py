@@ -56,9 +56,8 @@ class PrivacyCallback(lightning.Callback):
         # Of earlier fits and of the checkpoint to go on from, which is the last one.
         self._states: list[dict[str, Any]] = []
         self._restored = False
-        # Since when a fit that fails may leave a checkpoint's weights in the module; since when the engine knows all
-        # that was spent.
-        self._set_up = self._took_over = False
+        self._set_up = False  # from then on a fit that is refused may leave a checkpoint's weights in the module
+        self._took_over = False  # the engine knows all that the states say
         self._loader = TrainLoader(None, options)
         self._undo: list[Callable[[], None]] = []
 
@@ -87,7 +86,7 @@ class PrivacyCallback(lightning.Callback):
         if trainer.ckpt_path and not self._restored:
             raise PrivacyError(
                 f"the checkpoint {trainer.ckpt_path} was saved without PrivacyCallback, so what it spent isn't known; "
-                "if its weights are public, load them into the module and call fit without ckpt_path"
+                "if its weights are public, load them into a new module and call fit without ckpt_path"
             )
         if not trainer.ckpt_path:
             refuse_noted(pl_module)
@@ -126,7 +125,7 @@ class PrivacyCallback(lightning.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Privacy spent and position in the epoch, which Lightning stores in its checkpoints."""
-        return {"states": [self.engine.state_dict()] if self.engine and self._took_over else self._states}
+        return {"states": [self.engine.state_dict()] if self.engine is not None and self._took_over else self._states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint's state. The next fit counts its steps beside those of earlier fits of this callback."""
