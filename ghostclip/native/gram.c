@@ -88,14 +88,36 @@ static void NAME(fill)(REAL *strips, long strip, REAL *packed, const REAL *from,
     }
 }
 
+/* 0 for a row of zeros, 1 for finite numbers, 2 where there is another one. */
+static int NAME(kind)(const REAL *row, long width) {
+    INTS somes = {0}, others = {0};
+    long k = 0;
+    for (; k + LANES <= width; k += LANES) {
+        const VEC these = *(const VEC *)(row + k);
+        somes |= these != 0;
+        others |= these * 0 != 0;
+    }
+    int some = 0, other = 0;
+    for (long lane = 0; lane < LANES; lane++) some |= somes[lane] != 0, other |= others[lane] != 0;
+    for (; k < width; k++) some |= row[k] != 0, other |= row[k] * 0 != 0;
+    return other ? 2 : some;
+}
+
+/* Whether a position adds nothing: zeros on one side, beside finite numbers. */
+INLINE int NAME(is_empty)(const REAL *left, const REAL *right, long outputs, long inputs) {
+    const int own = NAME(kind)(left, outputs), other = NAME(kind)(right, inputs);
+    return own < 2 && other < 2 && !(own && other);
+}
+
 /* squared [batch], and scale [batch]: sum_t |left_t|^2 |right_t|^2, for examples [first, last). Strides are those of
- * examples and positions. Returns 0, or 1 where there is no memory. */
+ * examples and positions. An example's first and last positions are left out where they add nothing, as padding does.
+ * Returns 0, or 1 where there is no memory. */
 int NAME(gram)(const REAL *left, long left_example, long left_position, const REAL *right, long right_example,
                long right_position, REAL *squared, REAL *scale, long positions, long outputs, long inputs, long first,
                long last) {
-    const long strip = (positions + BLOCK) * COLUMNS, panels = (positions + COLUMNS - 1) / COLUMNS;
+    const long strip = (positions + BLOCK) * COLUMNS, all = (positions + COLUMNS - 1) / COLUMNS;
     const long wide = outputs > inputs ? outputs : inputs;
-    const long most = positions * wide * (long)sizeof(REAL) > CACHE ? LESSER(PANELS, panels) : 1;
+    const long most = positions * wide * (long)sizeof(REAL) > CACHE ? LESSER(PANELS, all) : 1;
     void *whole;
     REAL *packed = aligned((DEPTH * COLUMNS + 2 * most * strip) * sizeof(REAL), &whole);
     if (!packed) return 1;
@@ -103,12 +125,21 @@ int NAME(gram)(const REAL *left, long left_example, long left_position, const RE
     for (long example = first; example < last; example++) {
         const REAL *of_left = left + example * left_example, *of_right = right + example * right_example;
         double twice = 0, diagonal = 0;
+        long count = positions;
+        while (count && NAME(is_empty)(of_left + (count - 1) * left_position, of_right + (count - 1) * right_position,
+                                       outputs, inputs))
+            count--;
+        for (; count && NAME(is_empty)(of_left, of_right, outputs, inputs); count--) {
+            of_left += left_position;
+            of_right += right_position;
+        }
+        const long panels = (count + COLUMNS - 1) / COLUMNS;
         for (long panel = 0; panel < panels; panel++) {
-            const long start = panel * COLUMNS, end = LESSER(positions, start + COLUMNS), place = panel % most;
+            const long start = panel * COLUMNS, end = LESSER(count, start + COLUMNS), place = panel % most;
             if (!place) {
                 const long some = LESSER(most, panels - panel);
-                NAME(fill)(lefts, strip, packed, of_left, left_position, outputs, positions, start, some);
-                NAME(fill)(rights, strip, packed, of_right, right_position, inputs, positions, start, some);
+                NAME(fill)(lefts, strip, packed, of_left, left_position, outputs, count, start, some);
+                NAME(fill)(rights, strip, packed, of_right, right_position, inputs, count, start, some);
             }
             VEC above = {0};
             for (long s = 0; s < end; s++) {

@@ -47,6 +47,31 @@ def test_ragged_examples_are_the_same_one_by_one(lengths, widths, dtype):
     assert len(squared) == len(scale) == len(lengths)
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("side", [0, 1], ids=["left", "right"])
+@pytest.mark.parametrize("kept", [(0, 60), (7, 70), (20, 50), (69, 70), (0, 0)], ids=str)
+def test_padding_at_either_end_is_left_out(kept, side, dtype):
+    """Zeros of one side: a padded position has no gradient, whatever its input is."""
+    both = list(sides(3, 70, 37, 21, dtype))
+    both[side][1, : kept[0]] = both[side][1, kept[1] :] = 0.0
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    for found, expected in zip(half_gram(*both), gram(*both), strict=True):
+        assert torch.allclose(found, expected, rtol=tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 36])
+@pytest.mark.parametrize("side", [0, 1], ids=["left", "right"])
+def test_padding_beside_a_number_that_is_not_finite_counts(side, place, number):
+    """Zero times it is NaN in the gradient, too."""
+    both = list(sides(3, 20, 37, 37))
+    both[side][1, 12:] = 0.0
+    both[1 - side][1, 19, place] = number
+    assert half_gram(*both)[0].isfinite().tolist() == [True, False, True]
+
+
 @pytest.mark.parametrize("positions", [255, 256, 257, 700])
 def test_gram_matrices_of_long_sequences_are_worked_off_in_blocks(positions):
     left, right = sides(2, positions, 3, 4)
