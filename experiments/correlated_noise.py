@@ -3,7 +3,8 @@
     python experiments/correlated_noise.py [--steps N] [--out FOLDER]
 
 writes correlated_noise.json and correlated_noise.md. Nothing is timed or drawn: noise multipliers are by PLD, errors by
-`BandedToeplitz.error`, or by dense matrices.
+`BandedToeplitz.error`, or by dense matrices. Where package jax-privacy can be imported, the errors of what it finds are
+put beside ours.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,12 @@ from torch import Tensor
 from ghostclip import accounting
 from ghostclip.noise import BandedToeplitz, BufferedToeplitz
 from ghostclip.noise.correlation import minimized
+
+try:
+    import jax
+    import jax_privacy.matrix_factorization as peer
+except ImportError:
+    peer = None
 
 RESULTS = Path(__file__).parent / "results"
 FILE = "correlated_noise"
@@ -33,6 +41,45 @@ WORKLOADS = {
     "cosine": (0.0, True), "momentum 0.9, cosine": (0.9, True),
 }  # fmt: skip
 WORKLOAD_STEPS = 400
+
+
+def square_root(steps: int) -> list[float]:
+    """The lower triangular square root of the matrix of ones, binom(2k, k) / 4^k, of all bands.
+
+    Fichtenberger, Henzinger and Upadhyay 2023 (arXiv 2202.11205): its largest error is the sum of the squares.
+    """
+    found = [1.0]
+    for age in range(1, steps):
+        found.append(found[-1] * (2 * age - 1) / (2 * age))
+    return found
+
+
+def errors_of(coefficients: Sequence[float], steps: int) -> dict[str, float]:
+    """Root mean squared and largest error of prefix sums, of the Toeplitz matrix of these diagonals as they are.
+
+    Its columns are not scaled to norm 1; the first one, the largest, stands for the sensitivity.
+    """
+    diagonals = torch.zeros(steps).double()
+    diagonals[: len(coefficients)] = torch.tensor(coefficients).double()
+    ages = torch.arange(steps)[:, None] - torch.arange(steps)
+    matrix = torch.where(ages >= 0, diagonals[ages.clamp(min=0)], 0.0)
+    sums = torch.linalg.solve_triangular(matrix, torch.ones(steps, 1).double(), upper=False).flatten()
+    # Noise of a sum of t steps: the first t coefficients of the Toeplitz matrix (ones) C^-1.
+    variances = sums.square().cumsum(0) * diagonals.square().sum()
+    return {"mean": float(variances.mean().sqrt()), "largest": float(variances.max().sqrt())}
+
+
+def of_jax_privacy(steps: int) -> dict[str, dict[str, float]]:
+    """The errors of the coefficients that package jax-privacy finds for as many bands and buffers."""
+    jax.config.update("jax_enable_x64", True)
+    bands = {f"{n} bands": peer.toeplitz.optimize_banded_toeplitz(steps, n) for n in BANDS if n > 1}
+    buffers = {
+        f"{n} buffers": peer.buffered_toeplitz.optimize(
+            n=steps, min_sep=steps, max_participations=1, min_buffers=n, max_buffers=n
+        ).toeplitz_coefs(steps)
+        for n in BUFFERS
+    }
+    return {name: errors_of([float(each) for each in found], steps) for name, found in (bands | buffers).items()}
 
 
 def compared(epsilon: float, epochs: int, steps: int) -> dict[str, Any]:
@@ -85,14 +132,30 @@ def markdown(results: dict[str, Any]) -> str:
     """Three tables: errors, noise at equal epsilon, and what coefficients for momentum or a schedule would save."""
     steps = results["steps"]
     errors = " | ".join(f"{error:.4g}" for error in results["errors"].values())
+    root = results["square root"]
+    others = [
+        f"| {results['peer']} | "
+        + " | ".join(
+            f"{found['mean']:.4g}" if (found := results["by_peer"].get(name)) else "" for name in results["errors"]
+        )
+        + " |"
+        for _ in results["by_peer"] and [None]
+    ]
     lines = [
         "# Correlated noise",
         "",
         f"Root mean squared error of the prefix sums of {steps:,} steps of noise of variance 1 (`error`).",
         "",
-        "| " + " | ".join(results["errors"]) + " |",
-        "| --- " * len(results["errors"]) + "|",
-        f"| {errors} |",
+        "| found by | " + " | ".join(results["errors"]) + " |",
+        "| --- " * (len(results["errors"]) + 1) + "|",
+        f"| GhostClip | {errors} |",
+        *others,
+        "",
+        "Its columns aren't scaled to norm 1, and its buffers are chosen for the largest error." if others else "",
+        "Published, with as many bands as steps: the square root of the matrix of ones (Fichtenberger, Henzinger and "
+        f"Upadhyay 2023, arXiv 2202.11205) has {root['mean']:.4g}, and {root['largest']:.4g} at its last step, their "
+        f"largest error. {results['bands'][-1]} bands whose coefficients are the first of that matrix (banded square "
+        f"root, Kalinin and Lampert 2024, arXiv 2405.13763) have {results['first of square root']['mean']:.4g}.",
         "",
         f"Noise multiplier times that error, over DP-SGD's (one band), at equal epsilon and delta {DELTA:g} with "
         "cyclic Poisson sampling. In brackets the noise multiplier. The last column is the published rule of thumb for "
@@ -137,7 +200,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         {"updates": name, "bands": bands, "errors": for_workload(bands, *updates, WORKLOAD_STEPS)}
         for name, updates in WORKLOADS.items() for bands in BANDS[1:]
     ]  # fmt: skip
+    root = square_root(steps)
     results = {
+        "bands": BANDS, "square root": errors_of(root, steps),
+        "first of square root": errors_of(root[: BANDS[-1]], steps),
+        "peer": peer and f"jax-privacy {version('jax-privacy')}", "by_peer": of_jax_privacy(steps) if peer else {},
         "steps": steps, "errors": errors, "rows": rows, "workload_steps": WORKLOAD_STEPS, "workloads": workloads,
     }  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)

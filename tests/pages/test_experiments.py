@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import random
 import re
 from statistics import mean
@@ -168,6 +169,11 @@ def test_correlated_noise_at_equal_epsilon(tmp_path, monkeypatch):
     ratio = errors["8 bands"] / errors["1 bands"] * row["noise_multiplier"][1] / row["noise_multiplier"][0]
     assert row["over_dpsgd"] == [1.0, pytest.approx(ratio)]
     assert row["rule"] == 32.0
+    # The published closed form of the square root's largest error.
+    squares = [(math.comb(2 * k, k) / 4**k) ** 2 for k in range(64)]
+    assert results["square root"]["largest"] == pytest.approx(sum(squares))
+    assert results["first of square root"]["mean"] > errors["8 bands"] > results["square root"]["mean"]
+    assert errors["3 buffers"] < results["square root"]["mean"]
     # For prefix sums nothing is better, and dense matrices give the same errors.
     one, *eight = results["workloads"][0]["errors"]
     assert [one, *eight] == pytest.approx([errors["1 bands"], errors["8 bands"], errors["8 bands"]], rel=1e-6)
