@@ -5,12 +5,13 @@ the others. The best one is trained on all of them from further seeds, the same 
 initial weights, samples and noise; such noise protects nobody, and has the size of private noise. Tuning is not charged
 to epsilon: it stands for a search on public data.
 
-A second task has 100,000 synthetic examples in a fixed order, once each, where correlated noise should help.
+A second task, a logistic regression, has 100,000 synthetic examples in a fixed order, once each, where correlated noise
+should help; with ``--data adult`` it is the only one, on Adult's.
 
     python experiments/accuracy.py [--only WORD ...] [--data NAME --root DIR] [--seeds N] [--processes P] [--out FOLDER]
 
 writes accuracy.json after each run, and accuracy.md. Runs that are there are not repeated. ``--data mnist`` (or
-fashion-mnist, cifar10) reads files of ``--root`` in place of the digits, and writes accuracy-mnist.json.
+fashion-mnist, cifar10, adult) reads files of ``--root`` in place of the digits, and writes accuracy-mnist.json.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def accuracy(run: Run) -> tuple[str, float]:
 @cache
 def _data(task: str, name: str, root: str | None, tuning: bool) -> datasets.Data:
     """The data set; for tuning every fifth training example is tested in place of the test part."""
-    data = regression() if task == "stream" else datasets.load(name, root)
+    data = regression() if task == "stream" and name != "adult" else datasets.load(name, root)
     if not tuning:
         return data
     fifth = torch.arange(len(data.train)) % 5 == 0
@@ -192,8 +193,11 @@ def together(base: str, names: Sequence[str]) -> dict[str, Row]:
 def measure(options: argparse.Namespace, results: dict[str, Any], keep: Callable[[], None]) -> None:
     """Tunes and trains what isn't there yet, the first seeds of all rows before further ones."""
     source = options.data, options.root
-    chosen = {name: row for name, row in ROWS.items() if _asked(name, options.only)}
-    streams = {name: row for name, row in STREAMS.items() if _asked(name, options.only) and options.data == "digits"}
+    chosen, streams = (
+        {name: row for name, row in rows.items() if _asked(name, options.only)} for rows in (ROWS, STREAMS)
+    )
+    chosen = {} if options.data == "adult" else chosen
+    streams = streams if options.data in ("digits", "adult") else {}
     runs = results["runs"]
 
     def work(wanted: Iterable[Run]) -> None:
@@ -242,28 +246,31 @@ def markdown(results: dict[str, Any]) -> str:
     for base, names in results.get("helpful", {}).items():
         rows |= together(base, names)
     about = {name: row.about for name, row in rows.items()}
-    lines = [
-        f"Test accuracy in percent on {results['data']} at delta 1e-5: mean and standard error of the runs. Rows that "
-        "begin with `and` have one thing more than the same network with a private mean.",
-        "",
-        *_table(runs, "images", about, EPSILONS),
-        "",
-        "Accuracy of the first minus that of the second, in points, over the seeds that both have: mean (95% interval) "
-        "and outcome.",
-        "",
-        *_outcomes(runs, "images", HYPOTHESES, EPSILONS),
-    ]
+    lines: list[str] = []
+    if any(key.startswith("images|") for key in runs):
+        lines += [
+            f"Test accuracy in percent on {results['data']} at delta 1e-5: mean and standard error of the runs. Rows "
+            "that begin with `and` have one thing more than the same network with a private mean.",
+            "",
+            *_table(runs, "images", about, EPSILONS),
+            "",
+            "Accuracy of the first minus that of the second, in points, over the seeds that both have: mean (95% "
+            "interval) and outcome.",
+            "",
+            *_outcomes(runs, "images", HYPOTHESES, EPSILONS),
+        ]
     if any(key.startswith("stream|") for key in runs):
         lines += [
             "",
-            "Logistic regression, 100,000 synthetic examples, one epoch in batches of 500, delta 1e-6:",
+            f"Logistic regression, {'Adult' if results['data'] == 'adult' else '100,000 synthetic examples'}, one "
+            "epoch in batches of 500, delta 1e-6:",
             "",
             *_table(runs, "stream", {name: stream.about for name, stream in STREAMS.items()}, STREAM_EPSILONS),
             "",
             *_outcomes(runs, "stream", OF_STREAMS, STREAM_EPSILONS),
         ]
     place = f"At commit {results['commit']}. Machine: {in_words(results['machine'])}."
-    return "\n".join([*lines, "", RULE, "", place, ""])
+    return "\n".join([*lines, "", RULE, "", place, ""]).lstrip()
 
 
 def _table(runs: dict[str, float], task: str, about: dict[str, str], epsilons: Sequence[float]) -> list[str]:
@@ -312,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is missing, and writes both files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="WORD", help="rows of these names, or with such a word in theirs")
-    parser.add_argument("--data", choices=("digits", "mnist", "fashion-mnist", "cifar10"), default="digits")
+    parser.add_argument("--data", choices=("digits", "mnist", "fashion-mnist", "cifar10", "adult"), default="digits")
     parser.add_argument("--root", metavar="DIR", help="folder of the data set's files")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"tested runs of each row (default: {SEEDS})")
     parser.add_argument("--processes", type=int, default=1)

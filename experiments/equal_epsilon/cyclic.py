@@ -1,4 +1,4 @@
-"""Logistic regression on 100,000 synthetic examples in a fixed order, once each: where correlated noise should help."""
+"""Logistic regression on many examples in a fixed order, once each: where correlated noise should help."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _CALIBRATED: dict[tuple[str, float, int], tuple[float, Any]] = {}
 
 def accuracy_of_stream(name: str, epsilon: float, factor: float, data: Data, seed: int) -> float:
     """Test accuracy after one epoch, by a rate ``factor`` times the usual one; the seed is of noise and samples."""
-    stream, model = STREAMS[name], nn.Linear(FEATURES, 1, bias=False)
+    stream, model = STREAMS[name], nn.Linear(*data.input_shape, 1, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=factor * RATE / CLIPPING)
     steps, key = len(data.train) // BATCH, (name, epsilon, len(data.train))

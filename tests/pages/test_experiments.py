@@ -9,6 +9,7 @@ from statistics import mean
 
 import pytest
 import torch
+from data_files import ADULT_ROW
 from scripts import ROOT, ran, script
 from torch.nn import functional as F
 
@@ -201,6 +202,25 @@ def test_accuracy_at_equal_epsilon_is_tuned_tested_and_taken_up_again(tmp_path, 
     # Nothing is run twice.
     monkeypatch.setattr(module, "accuracy", None)
     assert ran(module, tmp_path, *words)[0]["runs"] == results["runs"]
+
+
+@pytest.mark.usefixtures("coarse_losses")
+def test_the_fixed_order_runs_on_adult_s_files(tmp_path, monkeypatch):
+    module = script("accuracy")
+    monkeypatch.setattr(module, "STREAM_EPSILONS", (8.0,))
+    monkeypatch.setattr(importlib.import_module("equal_epsilon.cyclic"), "BATCH", 30)
+    rows = [ADULT_ROW.format(income=income) for income in ("<=50K", ">50K") for _ in range(60)]
+    for name in ("adult.data", "adult.test"):
+        (tmp_path / name).write_text("\n".join(rows))
+    words = ["--data", "adult", "--root", str(tmp_path), "--only", "Poisson", "cyclic, BLT", "--seeds", "2"]
+    module.main([*words, "--out", str(tmp_path)])
+    runs = json.loads((tmp_path / "accuracy-adult.json").read_text())["runs"]
+    assert {key.split("|")[1] for key in runs} == {"Poisson", "cyclic, BLT"}
+    # Rows of one kind: half of the labels are right.
+    assert set(runs.values()) == {0.5}
+    page = (tmp_path / "accuracy-adult.md").read_text()
+    assert page.startswith("Logistic regression, Adult, one epoch")
+    assert "| cyclic, BLT | batches in a fixed order, BLT with 3 buffers | 2 | 50.00 (0.00) |" in page
 
 
 @pytest.mark.usefixtures("coarse_losses")
