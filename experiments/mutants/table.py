@@ -2204,6 +2204,20 @@ RAGGED_NORMS = [
         ("tests/clipper/test_ragged.py", "tests/laws/test_law_of_norms.py", "-k", "ragged"),
     ),
     Mutant(
+        "a padded position is left out of a Gram norm beside an input that is not finite",
+        "ghostclip/native/gram.c",
+        "return own < 2 && other < 2 && !(own && other);",
+        "return !(own && other);",
+        ("tests/layers/test_native_gram.py",),
+    ),
+    Mutant(
+        "padding at the start of a text shifts the input against the gradient",
+        "ghostclip/native/gram.c",
+        "            of_right += right_position;\n",
+        "",
+        ("tests/layers/test_native_gram.py",),
+    ),
+    Mutant(
         "the first row of each ragged example is left out",
         "ghostclip/native/gram.c",
         "const long start = starts[example], rows = starts[example + 1] - start;",

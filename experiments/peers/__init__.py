@@ -14,7 +14,8 @@ from .fine_tuned import WORKLOADS
 from .functional import FUNCTIONAL
 from .jax_steps import JAX
 from .opacus_modes import OPACUS
+from .opake import OPAKE
 
 __all__ = ["CONTENDERS", "WORKLOADS"]
 
-CONTENDERS = (*FUNCTIONAL, *OPACUS, *FASTDP, *FASTGC, *JAX)
+CONTENDERS = (*FUNCTIONAL, *OPACUS, *FASTDP, *FASTGC, *JAX, *OPAKE)

@@ -76,9 +76,9 @@ class Contender:
     usual: bool = True
 
 
-def adam(model: nn.Module) -> torch.optim.Adam:
-    """The optimizer of all contenders, over the parameters that are trained."""
-    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+def adam(model: nn.Module, fused: bool | None = None) -> torch.optim.Adam:
+    """The optimizer of all contenders, over the parameters that are trained; ``fused`` is as torch's."""
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, fused=fused)
 
 
 def by_filling_gradients(fill: Fill) -> Prepare:

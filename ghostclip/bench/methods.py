@@ -88,7 +88,8 @@ class _Given(LogicalBatch):
 
 
 def _compiled_steps(model: nn.Module, losses: Losses, max_norm: float) -> Prepared:
-    """Steps with Adam; their clipped sums are read off steps of learning rate zero without noise.
+    """Steps with torch's fused Adam, which inductor's is for ordinary ones; their clipped sums are read off steps of
+    learning rate zero without noise.
 
     The batch comes in one piece and isn't padded: what a step of so many rows costs. Poisson samples are padded, so
     that they share few graphs: by a tenth of their rows in the mean.
@@ -109,7 +110,7 @@ def _compiled_steps(model: nn.Module, losses: Losses, max_norm: float) -> Prepar
             made[name].begin(logical := _Given(batch, size))
             made[name].step(logical, of_batch)
 
-    training = adam(model)
+    training = adam(model, fused=True)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     standing = SGD(trained.values(), lr=0.0, momentum=0.5)
 
@@ -140,7 +141,7 @@ _OURS = (
               _ghost(second_pass="cached", by_backward=True), usual=False),
     Contender("per-layer-backward", "each layer clipped by itself, of losses that the caller computed",
               _ghost(clipping.PerLayer, by_backward=True), clips="layer", usual=False),
-    Contender("compiled", "the engine's step, noise and Adam too, its passes compiled where that is faster",
+    Contender("compiled", "the engine's step, noise and fused Adam too, its passes compiled where that is faster",
               _compiled_steps, usual=False),
 )  # fmt: skip
 _NAIVE = (
