@@ -56,7 +56,6 @@ class History:
 
     Attributes:
         losses: the mean training loss of each step.
-        examples: that went through training.
         seconds: of training.
         compilation_seconds: that the steps waited for the C compiler; not among ``seconds``.
         accuracies: on the test examples after each epoch; NaN where it was not computed.
@@ -69,7 +68,6 @@ class History:
     """
 
     losses: list[float] = field(default_factory=list)
-    examples: int = 0
     seconds: float = 0.0
     compilation_seconds: float = 0.0
     accuracies: list[float] = field(default_factory=list)
@@ -179,7 +177,8 @@ def train(
         epochs=settings.epochs,
         steps=len(seen.losses),
         seconds=seen.seconds,
-        examples_per_second=seen.examples / seen.seconds if seen.seconds else 0.0,
+        # Not as many as were drawn: the report shows it, and true sizes of Poisson samples are private.
+        examples_per_second=settings.batch_size * len(seen.losses) / seen.seconds if seen.seconds else 0.0,
         noise_multiplier=settings.noise_multiplier,
         noise=settings.noise if settings.noise_multiplier else None,
         epsilons={key.upper(): steps.epsilon(key) for key in ACCOUNTANTS} if private else {},
@@ -228,7 +227,6 @@ def _take(
         seen.compilation_seconds += compilation
         seen.seconds += time.perf_counter() - started - compilation
         seen.losses.append(loss)
-        seen.examples += len(losses)
         if len(seen.losses) in marks:
             for accountant, values in seen.epsilons.items():
                 values.append(steps.epsilon(accountant))

@@ -97,10 +97,14 @@ def _rows_of_nested(tensor: Any, index: Sequence[int]) -> Tensor:
 def leaves_of(batch: Any) -> tuple[list[Tensor], Any, int] | None:
     """(tensors, structure, B) of a batch; None unless all leaves are dense tensors with B in dimension 0."""
     leaves, structure = tree_flatten(batch)
-    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() and not leaf.is_nested for leaf in leaves):
+    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() and _is_dense(leaf) for leaf in leaves):
         return None
     examples = {len(leaf) for leaf in leaves}
     return (leaves, structure, examples.pop()) if len(examples) == 1 else None
+
+
+def _is_dense(leaf: Tensor) -> bool:
+    return leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _is_batched(entry: Any, examples: int) -> bool:

@@ -43,6 +43,8 @@ MOST_WITHOUT_RESULT = 4
 MEASURED = 64
 # After so many batches in a row of which no graph could be made, none is tried of other batches either.
 MOST_FAILURES = 2
+# After so many batches that no graph could be made of yet, since each was measured, a line says so.
+MOST_OPEN = 16
 
 log = logging.getLogger("ghostclip")
 
@@ -120,6 +122,7 @@ class CompiledClip:
     _kept_rows: dict[tuple, Tensor] = field(default_factory=dict)
     _came: dict[tuple, int] = field(default_factory=dict)
     _failures: int = 0
+    _open: int = 0
     _replaced: set[tuple] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -139,6 +142,9 @@ class CompiledClip:
             return self._try(plan, loss_fn, batch, asked, Trial())
         if plan is None:
             result = self.eager(loss_fn, batch)
+            self._open = self._open + 1 if self.passes.is_open else 0
+            if self._open == MOST_OPEN:
+                self._say_once("whose rows are whose is measured in every batch of this model")
             # The forward may have made something that the model keeps.
             asked = replace(asked, key=(*asked.key[:-1], self.state.key()))
             known = asked.key in self._plans or self.passes.is_open or self.gave_up or self._comes_seldom(asked.key)
@@ -190,6 +196,11 @@ class CompiledClip:
     def ask(self, loss_fn: LossFunction, batch: Any) -> CompileRequest | None:
         """The batch, padded, and the key of its graph; None for a batch that no graph takes."""
         found = leaves_of(batch)
+        if found is None:
+            self._say_once(
+                "a batch has something besides dense tensors whose first dimension is the examples, such as texts or "
+                "numbers, which no graph takes"
+            )
         if found is None or found[2] == 0:
             return None
         leaves, structure, examples = found
@@ -248,14 +259,23 @@ class CompiledClip:
                 "float32 products are allowed to round (torch.set_float32_matmul_precision, or torch.backends), and a "
                 'graph has norms among its products; set them to "highest" to compile'
             )
-        before = self.state.now(), function_key(loss_fn)[0]
+        before, versions = (self.state.now(), function_key(loss_fn)[0]), [leaf._version for leaf in asked.leaves]
+        _, *generators = random_states()
         losses = loss_fn(self.model, tree_unflatten(asked.leaves, asked.structure))
+        if [leaf._version for leaf in asked.leaves] != versions:
+            return "the forward or the loss changes the batch in place, which a second run would do again"
+        if [*random_states()[1:]] != generators:
+            return "the forward or the loss draws from NumPy's or Python's generator, which a graph would not"
         if (self.state.now(), function_key(loss_fn)[0]) != before:
             return (
                 "the forward changes the model's buffers, attributes or parameters, or the loss what it is "
                 "bound to: it depends on something besides the batch, the parameters and torch's random numbers"
             )
         return learn(self.passes, losses, self.expected is not None)
+
+    def _say_once(self, reason: str) -> None:
+        if reason not in self.refusals:
+            self.refuse(reason)
 
     def refuse(self, reason: str) -> None:
         """Notes, and says, why something isn't compiled."""
@@ -285,7 +305,7 @@ class CompiledClip:
 
     def _graph(self, loss_fn: LossFunction, asked: CompileRequest) -> GraphPlan:
         held, keep = self.state.held, self.keep_rows(asked)
-        plan = GraphPlan([*asked.kept, *self.state.objects], held)
+        plan = GraphPlan([*asked.kept, *self.state.objects, *self.state.kept], held)
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
             with Blindfold():
@@ -297,7 +317,8 @@ class CompiledClip:
 
         others = [*held, *(leaf[-1:].expand_as(leaf).contiguous() for leaf in asked.leaves), keep]
         inputs = [*held, *asked.leaves, keep]
-        what = f"a step for {len(keep)} rows"
+        # Of a Poisson sample the number is private, and that of the rows which it is padded to tells about how large.
+        what = "a step" if self.expected is not None else f"a step for {len(keep)} rows"
         with slow_work(f"compiling {what}", "compiling %s; this takes seconds, or minutes for large models", what):
             plan.region = Region(trace(step, inputs, others), inputs, len(held))
         self.graphs, self.seconds = self.graphs + 1, self.seconds + plan.region.seconds
@@ -308,22 +329,23 @@ class CompiledClip:
         """Both ways on one batch from the same random numbers: compares their results, and their times."""
         if plan.region is None:
             return self.eager(loss_fn, batch)
-        begins = plan.trial.left == TRIALS
-        reason = self._try_others(plan, loss_fn, asked) if begins else None
-        expected, differs = self._compare(plan, loss_fn, batch, asked, trial)
-        reason = reason or differs
+        begins, states = plan.trial.left == TRIALS, random_states()
+        expected, reason = self._compare(plan, loss_fn, batch, asked, trial)
+        incomparable = asked.examples < asked.key[0] and random_states() != states
+        if reason is None and (begins or incomparable):
+            reason = self._try_others(plan, loss_fn, asked, masks=begins)
         if reason is not None:
             plan.region = None
             self.refuse(reason)
         return expected
 
-    def _try_others(self, plan: GraphPlan, loss_fn: LossFunction, asked: CompileRequest) -> str | None:
-        """Both ways on whole batches that nobody made: the rows of padding as examples, and with other masks.
+    def _try_others(self, plan: GraphPlan, loss_fn: LossFunction, asked: CompileRequest, masks: bool) -> str | None:
+        """Both ways on whole batches that nobody made: the rows of padding as examples, and ``masks``: with others.
 
         Says why the graph is refused. Where the model can't take such a mask, nothing is said: the batch's own mask is
-        compared in any case.
+        compared in any case. A padded batch of a model that draws random numbers is compared in this way alone.
         """
-        for leaves in (asked.leaves, *with_other_masks(asked.leaves)):
+        for leaves in (asked.leaves, *(with_other_masks(asked.leaves) if masks else ())):
             other = replace(asked, leaves=leaves, examples=len(leaves[0]))
             made = tree_unflatten(leaves, asked.structure)
             with without_trace(self.model), suppress(Exception):

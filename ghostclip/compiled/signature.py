@@ -83,11 +83,11 @@ class ModelState:
     """Everything about a model that a graph has built in: modules, their attributes, modes and hooks, what is trained.
 
     Asked for at every step, so what is there is compared with the last step's by identity, and read only where it is
-    something else. What a module keeps in a list or in an object of its own, changed in place, isn't seen.
+    something else. What a module keeps in a long list or in an object of its own, changed in place, isn't seen.
 
     Attributes:
         held: parameters and buffers.
-        objects: what the key was made of; while they are kept no id in it is used again.
+        objects, kept: what the key was made of; while they are kept no id in it is used again.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -107,7 +107,8 @@ class ModelState:
             self._modules = list(self._model.modules())
             self.held = [*self._model.parameters(), *self._model.buffers()]
             self.objects, self._settings = self._seen()
-            self._key = (*map(_described, self._modules), *self._settings)
+            self.kept: list[Any] = []
+            self._key = (*[_described(module, self.kept) for module in self._modules], *self._settings)
         return self._key
 
     def now(self) -> tuple:
@@ -120,9 +121,11 @@ class ModelState:
         for module in self._modules:
             own = vars(module)
             objects += own.values()
-            for name in CONTENTS:
-                if inside := own.get(name):
-                    objects += inside.values()
+            for value in own.values():
+                if isinstance(value, dict):
+                    objects += value.values()
+                elif type(value) is list and len(value) <= FEW:
+                    objects += value
         settings: list[Any] = [_has_global_hooks(), torch.are_deterministic_algorithms_enabled()]
         for kind in ("cpu", "cuda"):
             settings += (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -151,10 +154,10 @@ def _has_global_hooks() -> bool:
     return any(getattr(torch_module, f"_global_{name}") for name in names)
 
 
-def _described(module: nn.Module) -> tuple:
-    """Plain attributes by their values, all others by their ids."""
+def _described(module: nn.Module, kept: list[Any]) -> tuple:
+    """Plain attributes by their values, short containers by what is in them, all others by their ids."""
     own = vars(module)
-    parts = [(name, _part(value, [], 0)) for name, value in own.items()]
+    parts = [(name, _part(value, kept, 1)) for name, value in own.items()]
     inside = [(kind, name, id(value)) for kind in CONTENTS for name, value in own.get(kind, {}).items()]
     return (id(module), type(module), *parts, *inside)
 
@@ -172,18 +175,39 @@ def _called(function: Any, kept: list[Any], depth: int) -> tuple:
     """What a callable does: by its code and all that is bound to it, or by its identity and its plain attributes."""
     if isinstance(function, functools.partial):
         bound = [function.func, function.args, function.keywords]
-    elif isinstance(function, MethodType):
-        bound = [function.__func__, function.__self__]
-    elif isinstance(function, FunctionType):
-        kept += (function.__code__, function.__globals__)
+        return (functools.partial, *[_part(each, kept, depth) for each in bound])
+    if isinstance(function, MethodType):
+        return (_called(function.__func__, kept, depth), *_read_by(function.__func__, function.__self__, kept, depth))
+    if isinstance(function, FunctionType):
+        code, names = function.__code__, function.__globals__
+        kept += (code, names)
         bound = [cell.cell_contents if cell != CellType() else cell for cell in function.__closure__ or ()]
         bound += [function.__defaults__, function.__kwdefaults__, vars(function)]
-        return (id(function.__code__), id(function.__globals__), *[_part(each, kept, depth) for each in bound])
-    else:
-        kept.append(function)
-        own = getattr(function, "__dict__", {}).items() if not isinstance(function, type) else ()
-        return (id(function), *((name, _part(value, kept, 0)) for name, value in own if type(value) in PLAIN))
-    return (type(function), *[_part(each, kept, depth) for each in bound])
+        bound += [names[name] for name in code.co_names if name in names and type(names[name]) in PLAIN]
+        return (id(code), id(names), *[_part(each, kept, depth) for each in bound])
+    own = getattr(function, "__dict__", {}).items() if not isinstance(function, type) else ()
+    plain = [(name, _part(value, kept, 0)) for name, value in own if type(value) in PLAIN]
+    method = getattr(type(function), "forward" if isinstance(function, nn.Module) else "__call__", None)
+    return (*plain, *_read_by(method, function, kept, depth))
+
+
+def _read_by(method: Any, owner: Any, kept: list[Any], depth: int) -> list[Any]:
+    """An object by its identity, and by those of its attributes whose names are in the code of one of its methods.
+
+    Others, as a counter of steps, may change without another graph.
+    """
+    kept.append(owner)
+    parts: list[Any] = [id(owner)]
+    own = {} if isinstance(owner, type) else dict(getattr(owner, "__dict__", {}))
+    for kind in ("_parameters", "_buffers", "_modules") if isinstance(owner, nn.Module) else ():
+        own |= own[kind]
+    for name in method.__code__.co_names if isinstance(method, FunctionType) else ():
+        of_class = getattr(type(owner), name, None)
+        if name in own or type(of_class) in PLAIN:
+            parts.append((name, _part(own.get(name, of_class), kept, max(depth - 1, 0))))
+        elif depth and isinstance(of_class, FunctionType):
+            parts += _read_by(of_class, owner, kept, depth - 1)
+    return parts
 
 
 def _part(value: Any, kept: list[Any], depth: int) -> Any:

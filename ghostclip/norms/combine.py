@@ -20,7 +20,6 @@ from .term import (
     PerExampleGrads,
     Strategy,
     StrategyRun,
-    product_of_sizes,
     squared_norms,
     to_float32,
 )
@@ -77,6 +76,8 @@ def _concatenated(terms: Sequence[Kind]) -> Kind:
     found = copy.copy(terms[0])
     for name in found.TENSORS:
         setattr(found, name, torch.cat([getattr(term, name) for term in terms], dim=1))
+    if isinstance(found, OuterProduct):
+        found.several = True
     return found
 
 
@@ -147,8 +148,7 @@ class Tied(PerExampleGrads):
         return term._joined(run(term.outer))
 
     def absolute(self) -> Tensor:
-        outer = product_of_sizes(self.outer.left, self.outer.right)
-        return 2 * (outer + squared_norms(self.rows.gradients) * self.rows.indices.shape[1])
+        return 2 * (self.outer.squared_sizes() + squared_norms(self.rows.gradients) * self.rows.indices.shape[1])
 
     def per_example(self) -> Tensor:
         return self.outer.per_example() + self.rows.per_example()

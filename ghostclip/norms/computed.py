@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .outer import OuterProduct, chunks, gram_is_reliable, reliable
-from .term import Dense, NormResult, PerExampleGrads, Strategy, product_of_sizes, squared_norms, to_float32
+from .term import Dense, NormResult, PerExampleGrads, Strategy, squared_norms, to_float32
 
 __all__ = ["ComputedGrads"]
 
@@ -124,4 +124,4 @@ class ComputedGrads(PerExampleGrads):
         if self.along is not None and self.back is not None:
             dims = (1,) if self.by_row else (0, 1)
             growth = growth * (1 + (self.along.norm(dim=dims) * self.back.norm(dim=dims)).amax())
-        return product_of_sizes(*self.inner.tensors) * growth.square()
+        return self.inner.squared_sizes() * growth.square()

@@ -118,6 +118,8 @@ class OuterProduct(PerExampleGrads):
         right: [B * groups, T, d], inputs for a weight [p, d].
         shape: of the parameter; its axes flatten to groups, p and d in this order.
         groups: blocks of the weight with inputs of their own, as groups of a convolution or places of a local layer.
+        several: whether positions are of several uses of the layer. Where gradients are differentiated again, left
+            factors of one use grow with the loss, and right factors of another.
     """
 
     TENSORS = ("left", "right")
@@ -125,6 +127,7 @@ class OuterProduct(PerExampleGrads):
     right: Tensor
     shape: torch.Size
     groups: int = 1
+    several: bool = False
 
     @property
     def examples(self) -> int:
@@ -173,7 +176,14 @@ class OuterProduct(PerExampleGrads):
         return NormResult(squared, None if kept is None else kept.view(self.examples, *self.shape))
 
     def absolute(self) -> Tensor | None:
-        return None if self.left.shape[1] == 1 else self._by_example(product_of_sizes(self.left, self.right))
+        return None if self.left.shape[1] == 1 else self._by_example(self.squared_sizes())
+
+    def squared_sizes(self) -> Tensor:
+        """[B * groups]: ``(sum_t |left_t| |right_t|)^2`` of several uses, and at least that of one."""
+        if not self.several:
+            return product_of_sizes(self.left, self.right)
+        lengths = [torch.linalg.vector_norm(to_float32(side), dim=2) for side in (self.left, self.right)]
+        return torch.linalg.vecdot(*lengths).square()
 
     def per_example(self) -> Tensor:
         gradients = torch.bmm(to_float32(self.left).mT, to_float32(self.right))

@@ -21,7 +21,7 @@ class TrainingRun:
         epochs: passes over the training data (expected ones, where batches are sampled).
         steps: optimizer steps taken.
         seconds: wall time of training, without evaluation, calibration and compilation.
-        examples_per_second: examples that went through training, over those seconds.
+        examples_per_second: expected examples of all steps over those seconds; how many were drawn is private.
         noise_multiplier: None without noise.
         epsilons: {accountant: epsilon}; empty for non-private training.
         losses: mean training loss of each step's batch; private data.

@@ -259,16 +259,71 @@ def test_a_graph_of_a_model_with_dropout_is_compared_though_its_batches_are_padd
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_graph_is_compared_again_as_long_as_it_is_used(monkeypatch):
+@pytest.mark.parametrize(("dropout", "expected", "size"), [(0.0, None, 8), (0.5, 32, 30)], ids=["whole", "padded"])
+def test_a_graph_is_compared_again_as_long_as_it_is_used(dropout, expected, size, monkeypatch):
     monkeypatch.setattr(compiling, "MEASURED", 16)
-    clipper = ghostclip.GhostClipper(classifier(), 1.0, compile=True)
+    clipper = ghostclip.GhostClipper(classifier(dropout=dropout), 1.0)
+    clipper.compile(expected=expected)
     for seed in range(12):
-        clipper.clip(losses_of, batch_of(8, seed=seed))
+        clipper.clip(losses_of, batch_of(size, seed=seed))
     assert clipper.compiled.refusals == []
     graphs_are_wrong(monkeypatch)
     for seed in range(16):
-        clipper.clip(losses_of, batch_of(8, seed=seed))
+        clipper.clip(losses_of, batch_of(size, seed=seed))
     assert "differ from eager's" in clipper.compiled.refusals[0]
+
+
+def scaled_in_place(model, batch):
+    batch[0].div_(2.0)
+    return losses_of(model, batch)
+
+
+def drawn_by_numpy(model, batch):
+    return losses_of(model, batch) * (1.0 if np.random.uniform() < 0.9 else 0.5)
+
+
+def of_sparse(model, batch):
+    return losses_of(model, (batch[0].to_dense(), batch[1]))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("loss_fn", "change", "reason"),
+    [
+        (scaled_in_place, lambda x: x, "changes the batch in place"),
+        (drawn_by_numpy, lambda x: x, "draws from NumPy's"),
+        (of_sparse, torch.Tensor.to_sparse, "something besides dense tensors"),
+        (lambda m, b: losses_of(m, b[0]), lambda x: x, None),
+    ],
+    ids=["in place", "numpy", "sparse", "texts"],
+)
+def test_batches_that_no_graph_takes_are_clipped_as_ever_and_said_once(loss_fn, change, reason):
+    plain = ghostclip.GhostClipper(classifier(), 0.5)
+    clipper = ghostclip.GhostClipper(classifier(), 0.5, compile=True)
+    for seed in range(5):
+        norms = []
+        for each in (plain, clipper):
+            x, y = batch_of(8, seed=seed)
+            batch = ((change(x), y), ["a text"]) if reason is None else (change(x), y)
+            np.random.seed(seed)
+            norms.append(each.clip(loss_fn, batch).norms)
+        assert torch.equal(*norms)
+    assert (reason or "something besides dense tensors") in clipper.compiled.refusals[0]
+    assert len(clipper.compiled.refusals) <= 2
+    assert clipper.compiled.graphs == 0
+
+
+def test_a_model_that_is_measured_in_every_batch_says_so(monkeypatch):
+    monkeypatch.setattr(compiling, "MOST_OPEN", 4)
+    clipper = ghostclip.GhostClipper(classifier(), 0.5, compile=True)
+
+    def permuted(model, batch):
+        order = torch.randperm(len(batch[0]))
+        return losses_of(lambda x: model(x[order])[order.argsort()], batch)
+
+    for seed in range(6):
+        clipper.clip(permuted, batch_of(8, seed=seed))
+    assert clipper.compiled.refusals == ["whose rows are whose is measured in every batch of this model"]
 
 
 @pytest.mark.slow

@@ -90,8 +90,18 @@ def cast(model):
     model[0].weight.data = model[0].weight.data.mT.contiguous().mT
 
 
+class Settings(torch.nn.Dropout):
+    """A module with settings in containers."""
+
+    def __init__(self):
+        super().__init__(0.0)
+        self.settings, self.rates = {"beta": 1.0}, [0.1, 0.2]
+
+
 CHANGES = {
     "an attribute": bump(1),
+    "a setting": lambda model: model[4].settings.update(beta=2.0),
+    "a rate": lambda model: model[4].rates.__setitem__(1, 0.3),
     "an attribute's type": bump(False),
     "a new attribute": lambda model: setattr(model[2], "extra", 3),
     "a module": lambda model: model.__setitem__(1, torch.nn.ReLU()),
@@ -112,7 +122,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_whatever_changes_about_a_model_makes_another_key(change):
-    model = classifier()
+    model = classifier().append(Settings())
     state = ModelState(model)
     before = state.key()
     assert state.key() is before
@@ -177,6 +187,49 @@ def test_functions_are_keyed_by_everything_that_is_bound_to_them(make):
     keys = [function_key(function)[0] for function in functions]
     assert len(set(keys)) == len(keys)
     assert [function_key(function)[0] for function in functions] == keys
+
+
+BETA = 1.0
+
+
+class Trainer:
+    """Its loss is a method, and it is no function itself; what it counts is no part of the loss."""
+
+    gamma = 1.0
+
+    def __init__(self):
+        self.beta, self.table, self.settings, self.steps = 1.0, torch.ones(3), {"beta": 1.0}, 0
+        self.criterion = torch.nn.CrossEntropyLoss(torch.ones(3), reduction="none")
+
+    def losses(self, model, x):
+        return losses_of(model, x) * BETA + self.more(model(x))
+
+    def more(self, outputs):
+        classes = self.criterion(outputs, torch.zeros(len(outputs), dtype=torch.int64))
+        return outputs @ self.table * self.beta * self.settings["beta"] + self.gamma * classes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda trainer, _: setattr(trainer, "beta", 2.0),
+        lambda trainer, _: setattr(trainer, "table", torch.ones(3)),
+        lambda trainer, _: trainer.settings.update(beta=2.0),
+        lambda trainer, _: setattr(trainer.criterion, "weight", torch.ones(3)),
+        lambda trainer, _: setattr(trainer.criterion, "label_smoothing", 0.1),
+        lambda trainer, patch: patch.setattr(Trainer, "gamma", 2.0),
+        lambda trainer, patch: patch.setitem(globals(), "BETA", 2.0),
+    ],
+    ids=["number", "tensor", "dict", "buffer of a criterion", "its attribute", "class attribute", "global number"],
+)
+def test_methods_are_keyed_by_what_their_code_reads_and_by_nothing_else(change, monkeypatch):
+    trainer = Trainer()
+    before, kept = function_key(trainer.losses)
+    trainer.steps += 1
+    assert function_key(trainer.losses)[0] == before
+    change(trainer, monkeypatch)
+    assert function_key(trainer.losses)[0] != before
+    assert trainer in kept
 
 
 @pytest.mark.parametrize("make", [closing, with_default, with_keyword])

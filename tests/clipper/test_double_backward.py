@@ -13,6 +13,7 @@ from torch import nn
 
 import ghostclip
 from ghostclip import GhostClipper, PrivacyEngine, UnsupportedModelError, VerificationError
+from ghostclip.graph import layouts
 from ghostclip.nn.rnn import recurrence
 
 READING_NUMBERS = [row for row in CASES if any(not spec.below and spec.batch_dim is not None for spec in row.specs)]
@@ -71,6 +72,19 @@ def test_losses_of_gradients_are_clipped_exactly_in_batches_of_several_sizes(nam
         result = clipper.backward(LOSSES[loss](model, x))
         assert_close(result.norms, oracle.norms(expected), 1e-9, 1e-3 * oracle.norms(expected).max())
         assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.3), 1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(6)
+def test_weights_of_small_losses_are_the_same_in_batches_that_marks_watch(name, monkeypatch):
+    """The rounding margin of a layer's two uses has no part that is the same whatever the losses are."""
+    monkeypatch.setattr(layouts, "WATCHED", 1)
+    _, model, inputs = both(name, torch.float32)
+    clipper, loss = GhostClipper(model, 1e-5), next(iter(LOSSES.values()))
+    x = inputs(8).float()
+    for _ in range(8):
+        result = clipper.backward(1e-4 * loss(model, x))
+        assert_close(result.weights, (1e-5 / result.norms).clamp(max=1), 1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -74,6 +74,12 @@ def test_every_private_method_clips_and_charges(method):
     }
 
 
+def test_speed_is_by_expected_examples_since_how_many_were_drawn_is_private():
+    run = trained(settings("cached", batch_size=8), digits(40)).run
+    assert run.steps == 10
+    assert run.examples_per_second * run.seconds == pytest.approx(80, abs=1e-6)
+
+
 @pytest.mark.parametrize("method", PRIVATE)
 @pytest.mark.one_in(6)
 def test_noise_is_fresh_in_every_run_and_the_seed_is_of_the_weights(method):
