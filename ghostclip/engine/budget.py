@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -28,6 +28,8 @@ __all__ = ["Runs", "Spending", "steps_of"]
 
 log = logging.getLogger("ghostclip")
 
+# {path of a ledger: everything that was charged to it, as the leading rank told any engine of this process last}
+_told_last: dict[str, list[Event]] = {}
 # {random name of a run: how often each event (of count 1) was charged by it}
 Runs = Mapping[str, Mapping[Event, int]]
 
@@ -70,13 +72,18 @@ class Spending:
         self._planned, self._before = _counted(plan.events), _counted(plan.before.events.values())
         self._first = next(iter(self._planned))
         self._runs: defaultdict[str, Counter[Event]] = defaultdict(Counter)
-        # What the leading rank said last: all that was spent; what by the model's runs.
-        self._told: tuple[list[Event], Runs] = [], {}
+        # What the leading rank said last: all that was spent; what by the model's runs; how far its ledger is.
+        self._told: tuple[list[Event], Runs, dict[str, Any] | None] = [], {}, None
+        self._told_ledger: str | None = None
         self._running = accounting.RunningEpsilon()
         # How many steps of its own the run may take; for which run, records of others and checkpoints that was found.
         self._limit, self._limit_for, self._added = 0, ("", self._first, -1, -1), 0
         if ranks.size > 1:
-            ranks.check_alike({"what was released before": list(plan.before.events)}, "when engines are built")
+            facts = {
+                "what was released before": list(plan.before.events), "max_epsilon": max_epsilon,
+                "target_delta": plan.target_delta, "whether there is a ledger": ledger is not None,
+            }  # fmt: skip
+            ranks.check_alike(facts, "when engines are built")
         self._shared(partial(self._open, max_epsilon, ledger, noise, model))
         if not ranks.leads:
             self._open(max_epsilon, None, noise, model)
@@ -119,11 +126,20 @@ class Spending:
             work()
             return
 
-        def told() -> tuple[list[Event], Runs]:
+        def told() -> tuple[tuple[list[Event], Runs, dict[str, Any] | None], str | None]:
             work()
-            return self.events, self.runs
+            return (self.events, self.runs, self.head), None if self.ledger is None else os.fspath(self.ledger.path)
 
-        self._told = self._ranks.led(told)
+        self._told, self._told_ledger = self._ranks.led(told)
+        if self._told_ledger is not None:
+            _told_last[self._told_ledger] = self._told[0]
+
+    @property
+    def head(self) -> dict[str, Any] | None:
+        """How far the ledger is, `ghostclip.ledger.Head` as a dict; None without one. It is the same on all ranks."""
+        if not self._ranks.leads:
+            return self._told[2]
+        return None if self.ledger is None else dict(vars(self.ledger.head))
 
     def _refuse_other_relations(self, events: list[Event]) -> None:
         """Raises PrivacyError when what was spent doesn't add up with the steps to come."""
@@ -153,9 +169,9 @@ class Spending:
 
     @property
     def events(self) -> list[Event]:
-        """Everything that was charged; on a rank that doesn't lead, as of the last step."""
+        """Everything that was charged; on a rank that doesn't lead, as of the last step that was charged there."""
         if not self._ranks.leads:
-            return list(self._told[0])
+            return list(_told_last[self._told_ledger] if self._told_ledger else self._told[0])
         return _listed(self._runs if self._account is None else self._with_known(self._account.runs))
 
     @property

@@ -59,8 +59,8 @@ class Ranks:
     """
 
     def __init__(self, group: Any = None) -> None:
-        self._group, self._joined = group, is_distributed()
-        self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if self._joined else (0, 1)
+        self._group = group
+        self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
         self.leads, self._word = self.rank == 0, Word.AWAITED
         self.sharding = Sharding(nn.Module())
         self._leader = 0 if group is None else dist.get_global_rank(group, 0)
@@ -71,7 +71,7 @@ class Ranks:
 
     def check_alone(self) -> None:
         """Raises PrivacyError where processes have joined since the engine was built for one that is alone."""
-        if not self._joined and is_distributed() and dist.get_world_size() > 1:
+        if self._group is None and is_distributed() and dist.get_world_size() > 1:
             raise PrivacyError(
                 "processes were joined after this PrivacyEngine was built, which samples, charges and draws noise for "
                 "its own process alone; call torch.distributed.init_process_group() first and build the engine then"
@@ -249,6 +249,11 @@ def ranks_of(model: nn.Module, process_group: Any = None) -> Ranks:
                 f"{name or 'the model'} is wrapped in DistributedDataParallel with mixed_precision, which exchanges "
                 "the parameters for others in each forward; use torch.autocast in the loss function instead"
             )
+        if wrapper.static_graph:
+            raise PrivacyError(
+                f"{name or 'the model'} is wrapped in DistributedDataParallel with static_graph=True, which waits for "
+                "gradients that the engine adds up itself; leave it out"
+            )
     groups = [wrapper.process_group for wrapper in wrappers.values()]
     if process_group is not None and any(group is not process_group for group in groups):
         raise PrivacyError(
@@ -273,15 +278,16 @@ def keep_unsynchronised(model: nn.Module) -> Callable[[], None]:
     A forward through one that does, built around the model later or told to, raises PrivacyError.
     """
     wrappers = list(_wrappers(model).values())
-    before = [wrapper.require_backward_grad_sync for wrapper in wrappers]
+    before = [(wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync) for wrapper in wrappers]
     for wrapper in wrappers:
-        wrapper.require_backward_grad_sync = False
+        # The first forward of a wrapper exchanges buffers even so: ranks without an example in it would be waited for.
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
     watched = [model, *(wrapper.module for wrapper in wrappers)] if is_distributed() else []
     hooks = [module.register_forward_pre_hook(_refuse_averaging) for module in watched]
 
     def undo() -> None:
-        for wrapper, setting in zip(wrappers, before, strict=True):
-            wrapper.require_backward_grad_sync = setting
+        for wrapper, settings in zip(wrappers, before, strict=True):
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = settings
         for hook in hooks:
             hook.remove()
 

@@ -245,8 +245,8 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         try:
             self._steps.start(batch, loss_fn, batch_index)
             self._spending.check(self._steps.release.settings)
-        except BaseException:
-            self._steps.release.failed()
+        except BaseException as failure:
+            self._steps.release.failed(failure)
             raise
         return StepRecord.of(self._steps.step(batch, loss_fn, batch_index))
 
@@ -328,7 +328,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         return self.target_delta if delta is None else open_fraction(delta=delta)
 
     def check_budget(self) -> None:
-        """Raises BudgetExceededError if one more step would exceed the planned steps or the budget."""
+        """Raises BudgetExceededError if one more step would exceed the planned steps or the budget. All ranks call it."""
         self._spending.check(self._steps.release.settings)
 
     def noise_std(self, parameter: nn.Parameter) -> float:

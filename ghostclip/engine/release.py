@@ -21,7 +21,7 @@ from ghostclip.engine.readable import ReadableExamples
 from ghostclip.engine.step_plan import StepSettings
 from ghostclip.engine.sums import ClippedSums
 from ghostclip.engine.update_check import UpdateCheck, held_parameters
-from ghostclip.errors import PrivacyError
+from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.noise import Noise
 from ghostclip.sampling import BatchState, LogicalBatch
@@ -170,10 +170,16 @@ class Release:
         """Takes the settings of the mechanism that has just begun; they hold until the next logical batch begins."""
         self.settings = self._settings_at(0)
 
-    def failed(self) -> None:
-        """An exception came up in the engine: the batch may be left without its step."""
+    def failed(self, failure: BaseException) -> None:
+        """An exception came up in the engine: the batch may be left without its step.
+
+        Where the budget has no room for it, its sums are dropped: the model can be saved.
+        """
         if self.batch is not None and self.batch.state.is_open:
             self.batch.state = BatchState.FAILED
+        if isinstance(failure, BudgetExceededError):
+            self.discard()
+            self.clipper.sharding.reshard()
 
     @property
     def lacks_step(self) -> bool:
@@ -286,7 +292,7 @@ class Release:
 
     def _give_up(self, failure: BaseException) -> None:
         """The release failed: where it is charged already, some gradients may have their noise and some not."""
-        self.failed()
+        self.failed(failure)
         if isinstance(failure, Exception):
             self.ranks.report_failure(failure)
         if self.state is BatchState.CHARGED:
@@ -326,7 +332,8 @@ class Release:
             "same": {
                 "whether the batch is discarded": False,
                 "the sample (a digest of it)": self.current("optimizer.step()").digest,
-                "what is trained": [p.numel() for p in held if p.requires_grad],
+                "what is trained": [(number, p.numel()) for number, p in enumerate(held) if p.requires_grad],
+                "noise multiplier and batch size": (self.settings.noise_multiplier, self.settings.batch_size),
             },
         }
         said = self.ranks.agree(facts)

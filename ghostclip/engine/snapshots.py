@@ -107,6 +107,7 @@ class Snapshots:
         if self.ranks.size > 1:
             facts = self._configuration() | describe_model(self.model.state_dict())
             facts |= {"batch_size": self.loader.batch_size, "unit_ids": self.loader.units_digest}
+            facts["the rows of the data set (a digest of Subset.indices)"] = self.loader.rows_digest()
             facts["the state of clipping"] = in_words(self._policy_state())
             self.ranks.check_alike(facts, "when engines are built")
             self.ranks.start_alike(self.model)
@@ -117,7 +118,8 @@ class Snapshots:
         states = self.ranks.all_gathered(random_states())
         # All ranks ask together for what is sharded.
         model = {name: self.ranks.whole(value) for name, value in self.model.state_dict().items()}
-        optimizer = tree_map(self.ranks.whole, optimizer_state(self.optimizer))
+        sharded = self.steps.release.clipper.sharding.sharded
+        optimizer = tree_map(self.ranks.whole, optimizer_state(self.optimizer)) if sharded else None
         mechanism = None if self.mechanism is None else self.mechanism.state_dict(self._trained())
 
         def write() -> None:
@@ -131,7 +133,9 @@ class Snapshots:
                 "extra": {name: thing.state_dict() for name, thing in _checked(extra).items()},
                 "mechanism": mechanism,
             }
-            checkpoint.save(path, {**self.progress(), "model": model, "optimizer": optimizer}, private)
+            # What isn't sharded is asked for here alone: other ranks have none of ZeroRedundancyOptimizer's.
+            own = optimizer_state(self.optimizer) if optimizer is None else optimizer
+            checkpoint.save(path, {**self.progress(), "model": model, "optimizer": own}, private)
 
         self.ranks.led(write)
 
@@ -147,12 +151,11 @@ class Snapshots:
     def progress(self) -> dict[str, Any]:
         """What was spent and where training stands: plain data, and what the clipping policy learnt."""
         epoch, taken, _ = self._position()
-        ledger = self.spending.ledger
         return {
             "configuration": self._configuration(),
             "progress": {"steps": self.model_steps, "epoch": epoch, "steps_in_epoch": taken},
             "spent": {run: [[encoded(e), n] for e, n in spent.items()] for run, spent in self.spending.runs.items()},
-            "ledger": None if ledger is None else dict(vars(ledger.head)),
+            "ledger": self.spending.head,
             "clipping": self._policy_state(),
         }
 
@@ -179,6 +182,7 @@ class Snapshots:
             return found
 
         found = self.ranks.agreed(check)
+        self._check_alike(found, "when they load a state")
         self._count(found)
         self._resume_mechanism(None, found)
         self.loader.resume(found["progress"]["epoch"], 0, None)
@@ -195,8 +199,7 @@ class Snapshots:
         extra = _checked(extra)
         stored = self.ranks.agreed(lambda: self._read(path, extra))
         public, private = stored.public, stored.private
-        found = {"the steps of a checkpoint": public["progress"], "what it spent": public["spent"]}
-        self.ranks.check_alike(found, "when they restore it (from a folder that all of them see)")
+        self._check_alike(public, "when they restore it (from a folder that all of them see)")
         # First of all, so that whatever fails after it, nothing that was spent is forgotten.
         self._count(public)
         self.steps.release.forget()
@@ -217,6 +220,10 @@ class Snapshots:
             set_random_states(states[self.ranks.rank])
         self.steps.updates.accept()
         return Restored(stored.place, **progress)
+
+    def _check_alike(self, found: Mapping[str, Any], where: str) -> None:
+        """Raises PrivacyError unless all ranks go on from the same steps and spending."""
+        self.ranks.check_alike({"the steps of a checkpoint": found["progress"], "what it spent": found["spent"]}, where)
 
     def _resume_mechanism(self, state: Mapping[str, Any] | None, public: Mapping[str, Any]) -> None:
         """Goes on with the checkpoint's mechanism, or begins a new one where it was charged for more steps since."""

@@ -141,8 +141,8 @@ class LogicalStep:
                 if not error.graph_stays:
                     raise
             return self._accumulate(losses, piece, retain_graph)
-        except BaseException:
-            self.release.failed()
+        except BaseException as failure:
+            self.release.failed(failure)
             raise
 
     def _turn(self, examples: Any, batch_index: Any) -> Piece:
@@ -192,10 +192,12 @@ class LogicalStep:
         told = " It holds if no loss depends on other examples of its batch, which was not tested."
         return told if self._self_check.untested else ""
 
-    def left(self, batch: LogicalBatch) -> None:
+    def left(self, batch: LogicalBatch, problem: Exception | None) -> None:
         """A logical batch was left before its last physical one: its sums are discarded, its step will be refused."""
         if batch is self.release.batch:
             self.release.discard()
+            if problem is not None:
+                self.release.ranks.report_failure(problem)
 
     def abandon(self, failure: BaseException) -> None:
         """Ends the logical batch after a failure wherever in its step: nothing stands in the way of the next one."""

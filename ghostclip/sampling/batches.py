@@ -21,6 +21,7 @@ from ghostclip.sampling.loading import (
     check_size,
     loader_of,
     loaders_batch_size,
+    rows_digest,
     say_sampler_is_replaced,
     size_of,
     warn_of_repeated_rows,
@@ -68,6 +69,7 @@ class LogicalBatches:
         limit: the most examples (or rows of users) in a physical batch; None: no limit.
         owner: the object that takes the steps; it is called with each batch.
         check_size: raises PrivacyError where the data set's length has changed.
+        rows_digest: of the rows that a `Subset` picks.
 
     Raises:
         PrivacyError: the data set has no random access, or the loader has a sampler that can't be replaced.
@@ -123,6 +125,7 @@ class LogicalBatches:
         self._open = partial(loader_of, dataset, given, self._chunks)
         self._loader = self._open()
         self.check_size = partial(check_size, dataset, self.dataset_size)
+        self.rows_digest = partial(rows_digest, dataset)
         self._scheme_at: Callable[[int], Scheme] = lambda _: self.scheme
         self._step_number: Callable[[], int] | None = None
         self._draws: Draws | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,6 +31,8 @@ __all__ = [
     "check_size",
     "loader_of",
     "loaders_batch_size",
+    "picked_rows",
+    "rows_digest",
     "say_sampler_is_replaced",
     "size_of",
     "warn_of_repeated_rows",
@@ -137,19 +140,42 @@ def say_sampler_is_replaced(loader: DataLoader[Any], words: str) -> None:
 
 def warn_of_repeated_rows(dataset: Any) -> None:
     """Warns where a data set has a row several times, each of which counts as an example of its own."""
-    if isinstance(dataset, Subset):
-        repeated = len(dataset.indices) - len(np.unique(np.asarray(dataset.indices)))
-    elif isinstance(dataset, ConcatDataset):
-        repeated = len(dataset.datasets) - len(set(map(id, dataset.datasets)))
-    else:
-        return
-    if repeated:
+    rows = picked_rows(dataset)
+    if rows is not None and len(np.unique(rows)) < len(rows):
         warnings.warn(
             f"the {type(dataset).__name__} has rows several times, and each time counts as an example of its own: a "
             "person whose row comes k times may move each sum k times as far as epsilon says. Give every row once, or "
             "unit_ids=[...] with the same number for all times that a row comes",
             stacklevel=4,
         )
+
+
+def picked_rows(dataset: Any) -> np.ndarray | None:
+    """Which rows of the data sets within a `Subset` or `ConcatDataset` are picked, by numbers; None for other data."""
+    starts: dict[int, int] = {}
+
+    def rows(inner: Any) -> np.ndarray:
+        if isinstance(inner, Subset):
+            return rows(inner.dataset)[np.asarray(inner.indices, dtype=np.int64)]
+        if isinstance(inner, ConcatDataset):
+            return np.concatenate([rows(each) for each in inner.datasets])
+        start = starts.setdefault(id(inner), sum(sizes))
+        sizes.append(len(inner))
+        return np.arange(start, start + len(inner))
+
+    sizes: list[int] = []
+    if not isinstance(dataset, Subset | ConcatDataset):
+        return None
+    try:
+        return rows(dataset)
+    except (TypeError, ValueError, IndexError):  # keys that are no numbers, or a data set without a length
+        return None
+
+
+def rows_digest(dataset: Any) -> str:
+    """Tells data sets that pick other rows apart, as `torch.utils.data.random_split` does; "" for other data."""
+    rows = picked_rows(dataset)
+    return "" if rows is None else hashlib.sha256(rows.tobytes()).hexdigest()
 
 
 def loader_of(dataset: Any, given: DataLoader[Any] | None, chunks: Iterable[list[int]]) -> DataLoader[Any]:

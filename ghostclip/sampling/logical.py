@@ -44,8 +44,8 @@ class BatchOwner(Protocol):
     def begin(self, batch: LogicalBatch | None) -> None:
         """The batch is handed out; None: the one before is over."""
 
-    def left(self, batch: LogicalBatch) -> None:
-        """The loop over the batch's physical ones was left before the last of them."""
+    def left(self, batch: LogicalBatch, problem: Exception | None) -> None:
+        """The loop over the batch's physical ones was left before the last of them, by ``problem``, if by an error."""
 
     def discard(self, batch: LogicalBatch | None) -> None:
         """The batch gets no step, on purpose; None: the one handed out last, if it had none."""
@@ -160,7 +160,7 @@ class LogicalBatch:
             if self.state.is_open and not isinstance(end, GeneratorExit):
                 self.state = BatchState.FAILED
             if self.handed < len(self.sizes):
-                self._owner.left(self)
+                self._owner.left(self, end if isinstance(end, Exception) else None)
             raise
         # The last statement: wherever Ctrl-C comes before it, the next loop goes on.
         if self.state is BatchState.ACCUMULATING:

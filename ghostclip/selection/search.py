@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from ghostclip import accounting
-from ghostclip.errors import LedgerError
+from ghostclip.errors import LedgerError, PrivacyError
 from ghostclip.events import Event, SampledGaussian, Selection
 from ghostclip.ledger import Ledger
 from ghostclip.selection.draws import draw_runs, draw_settings
@@ -108,9 +110,14 @@ def select(
     Raises:
         ValueError, TypeError: an argument is out of range, or a result can't be copied.
         LedgerError: the ledger is in use, also for another search in this process, or damaged.
-        PrivacyError: the unfinished search beside the ledger is of other arguments, or a `NoisyScore` was
-            asked that isn't ``score``.
+        PrivacyError: the unfinished search beside the ledger is of other arguments, a `NoisyScore` was asked that isn't
+            ``score``, or several processes train together.
     """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise PrivacyError(
+            "select() draws how many runs there are, and which, for one process, and this one trains together with "
+            "others, which would draw others; run it in one process"
+        )
     candidates = _checked(train, candidates, score)
     positive(noise_multiplier=noise_multiplier)
     step = SampledGaussian(sample_rate, noise_multiplier, positive_int(steps=steps))

@@ -1,7 +1,10 @@
 """Several processes train one model: the update is that of one process, with one draw of noise and one charge."""
 
 import math
+import os
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,9 @@ from sharded import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
+import ghostclip
 from ghostclip import BudgetExceededError, PrivacyError, accounting
 from ghostclip.clipping import Adaptive
 from ghostclip.noise import BufferedToeplitz, noise_source
@@ -244,7 +248,62 @@ def partly_sharded() -> nn.Module:
     return model
 
 
+def of_apart_rows() -> None:
+    """As by random_split without a generator, after `torch.manual_seed(rank)`."""
+    rows = Subset(runs.data(), torch.randperm(24, generator=torch.Generator().manual_seed(dist.get_rank()))[:20])
+    runs.engine_for(runs.network(), dataset=rows)
+
+
+def frozen_apart() -> None:
+    """Ranks that train another layer of one size each."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    engine = runs.engine_for(model)
+    model[dist.get_rank()].requires_grad_(False)
+    engine.step(next(iter(engine.batches())), runs.losses_of)
+
+
+def with_states_apart() -> None:
+    """Each rank keeps what `state_dict` gave in a file of its own, and those are of other steps."""
+    engine = runs.engine_for(runs.network())
+    states = [engine.state_dict()]
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+        states.append(engine.state_dict())
+    engine.detach()
+    runs.engine_for(runs.network()).load_state_dict(states[1 + dist.get_rank()])
+
+
+def other_noise() -> None:
+    engine = runs.engine_for(runs.network(), noise_multiplier=1.0)
+    batch = next(iter(engine.batches()))
+    release = engine._steps.release
+    release.settings = replace(release.settings, noise_multiplier=1.0 + dist.get_rank())
+    engine.step(batch, runs.losses_of)
+
+
+def of_a_search() -> None:
+    ghostclip.select(
+        lambda _: 1, [1, 2], score=float, expected_runs=2, noise_multiplier=1.0, sample_rate=0.1, steps=3, delta=1e-5
+    )
+
+
+def of_static_graph() -> None:
+    runs.engine_for(DistributedDataParallel(runs.network(), static_graph=True))
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "subset": (of_apart_rows, "must agree on the rows of the data set (a digest of Subset.indices) when"),
+    "frozen": (frozen_apart, "the ranks must agree on what is trained at every step"),
+    "states": (with_states_apart, "must agree on the steps of a checkpoint when they load a state"),
+    "noise": (other_noise, "must agree on noise multiplier and batch size at every step"),
+    "search": (of_a_search, "select() draws how many runs there are"),
+    "static graph": (of_static_graph, "with static_graph=True"),
+    "budget": (partial(built, lambda rank: {"max_epsilon": 1.0 + rank}), "must agree on max_epsilon when"),
+    "delta": (partial(built, lambda rank: {"target_delta": 1e-5 * (1 + rank)}), "must agree on target_delta when"),
+    "ledger": (
+        partial(built, lambda rank: {"ledger": os.devnull if rank else None}),
+        "agree on whether there is a ledger",
+    ),
     "turn": (out_of_turn, "PrivacyError: the ranks must agree on the sample"),
     "forgotten": (without_a_step, "the logical batch before this one had no step"),
     "discarded": (discarded_by_one, "the ranks must agree on whether the batch is discarded"),
@@ -274,6 +333,129 @@ def test_processes_that_join_later_are_noticed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(PrivacyError, match="processes were joined after this PrivacyEngine was built"):
         engine.optimizer.step()
+
+
+def in_a_group_made_anew(folder: Path) -> str:
+    """Each rank builds its engine in a world of one, which is destroyed and made one of two."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/alone-{rank}", rank=0, world_size=1)
+    engine = runs.engine_for(runs.network())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/together", rank=rank, world_size=2)
+    return outcome(lambda: engine.step(next(iter(engine.batches())), runs.losses_of))
+
+
+def test_processes_that_join_anew_are_noticed(tmp_path: Path) -> None:
+    for said in on_ranks(partial(in_a_group_made_anew, tmp_path), tmp_path):
+        assert "processes were joined after this PrivacyEngine was built" in said
+
+
+def with_buffers() -> int:
+    """DDP exchanges buffers in a wrapper's first forward, which a rank without an example doesn't have."""
+    model = runs.network().append(nn.BatchNorm1d(3, affine=False).eval())
+    engine = runs.engine_for(DistributedDataParallel(model), batch_size=1)
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+    return engine.steps_taken
+
+
+def with_a_spoilt_row() -> str:
+    """A row can't be read on one rank, in a loop that computes its own losses."""
+    engine = runs.engine_for(runs.network(), dataset=SpoiltRow(runs.data()))
+
+    def take() -> None:
+        for batch in engine.batches():
+            runs.gather(engine, batch)
+            engine.optimizer.step()
+
+    return outcome(take)
+
+
+class SpoiltRow(Dataset[Any]):
+    """Rows of a data set of which rank 1 can read none."""
+
+    def __init__(self, rows: TensorDataset) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError("file spoilt")
+        return self.rows[row]
+
+
+def test_no_rank_is_waited_for_that_has_no_forward_or_no_row(tmp_path: Path) -> None:
+    assert on_ranks(with_buffers, tmp_path) == [24, 24]
+    lead, other = on_ranks(with_a_spoilt_row, tmp_path)
+    assert other == "OSError: file spoilt"
+    assert "nothing was released, because rank 1 failed: file spoilt" in lead
+
+
+def two_engines(path: Path) -> list[float]:
+    """Epsilon of the first of two engines on one ledger, after steps of the second; and what a state says of it."""
+    first, second = (runs.engine_for(runs.network(), noise_multiplier=1.0, ledger=path) for _ in range(2))
+    for engine in (first, second):
+        runs.train(engine, 3)
+    assert '"ledger": {' in first.state_dict()["progress"]
+    return [first.epsilon(1e-5), second.epsilon(1e-5)]
+
+
+def test_all_ranks_know_what_other_engines_charged_to_the_ledger(tmp_path: Path) -> None:
+    lead, other = on_ranks(partial(two_engines, tmp_path / "run.ledger"), tmp_path)
+    assert lead == other
+    assert lead[0] == lead[1] > 0
+
+
+def by_zero(path: Path) -> list[str]:
+    """Saves an optimizer whose state is shared out, before it is gathered and after."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, at import
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = runs.network()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    engine = runs.engine_for(model, optimizer)
+    runs.train(engine, 2)
+    said = [outcome(lambda: engine.save(path))]
+    optimizer.consolidate_state_dict(0)
+    return [*said, outcome(lambda: engine.save(path))]
+
+
+def test_the_leading_rank_alone_is_asked_for_an_optimizer_s_state(tmp_path: Path) -> None:
+    for before, after in on_ranks(partial(by_zero, tmp_path / "saved"), tmp_path):
+        assert "Optimizer state has not been consolidated" in before
+        assert after == "nothing"
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_an_engine_whose_budget_is_used_up_can_be_saved(by_hand: bool, tmp_path: Path) -> None:
+    engine = runs.engine_for(runs.network(), noise_multiplier=1.0, max_epsilon=EPSILON, target_delta=1e-5)
+
+    def take(batch: Any) -> None:
+        if not by_hand:
+            engine.step(batch, runs.losses_of)
+            return
+        runs.gather(engine, batch)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+    def train() -> None:
+        for _ in range(10**3):
+            for batch in engine.batches():
+                take(batch)
+
+    with pytest.raises(BudgetExceededError):
+        train()
+    taken = engine.steps_taken
+    engine.save(tmp_path / "saved")
+    assert (
+        runs.engine_for(runs.network(), noise_multiplier=1.0, max_epsilon=EPSILON, target_delta=1e-5)
+        .restore(tmp_path / "saved")
+        .steps
+        == taken
+    )
 
 
 def test_a_sampler_that_shares_out_is_told_who_does() -> None:

@@ -168,7 +168,15 @@ def test_the_replacement_of_a_sampler_is_said_once_and_names_the_way() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [Subset(Squares(), [0, 1, 1, *range(5, 20)]), ConcatDataset([SQUARES := Squares(), SQUARES])], ids=type
+    "data",
+    [
+        Subset(Squares(), [0, 1, 1, *range(5, 20)]),
+        ConcatDataset([SQUARES := Squares(), SQUARES]),
+        Subset(Subset(SQUARES, [3, 4, 3, *range(5, 20)]), range(16)),
+        ConcatDataset([SQUARES, Subset(SQUARES, [7])]),
+        ConcatDataset([ConcatDataset([SQUARES]), SQUARES]),
+    ],
+    ids=["subset", "twice", "subset of a subset", "with a part", "nested"],
 )
 def test_rows_that_come_several_times_are_named(data: Any) -> None:
     with pytest.warns(UserWarning, match=r"has rows several times.* unit_ids="):
