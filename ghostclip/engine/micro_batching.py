@@ -121,12 +121,12 @@ class MicroBatches:
         self._memory, self._largest, self._found = memory, largest, found
         self.is_open = memory is not None
 
-    def check_found(self) -> None:
-        """Raises PrivacyError where ``most`` is still to be found, which `PrivacyEngine.backward` can't do."""
+    def check_found(self, caller: str) -> None:
+        """Raises PrivacyError where ``most`` is still to be found, which the caller can't do."""
         if self.is_open:
             raise PrivacyError(
-                'max_physical_batch_size="auto" is found by engine.step(batch, loss_fn), which can try batches of '
-                "other sizes, and engine.backward() came before it; take the first step by it, or give a number"
+                'max_physical_batch_size="auto" is found by the first engine.step(batch, loss_fn), which can try '
+                f"batches of other sizes, and {caller} came before it; take a step first, or give a number"
             )
 
     def agree(self, said: Sequence[int | None]) -> None:

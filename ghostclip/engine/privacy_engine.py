@@ -257,7 +257,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         """
         if self.schedule is not None:
             raise ValueError("compile() and schedule don't go together: a graph is for one threshold; leave one out")
-        self._steps.micro_batches.check_found()
+        self._steps.micro_batches.check_found("engine.compile()")
         self._steps.compile(self.batches().largest_physical)
 
     def trace(self, path: str | os.PathLike[str] | None, every: int = 100) -> StepTrace | None:
@@ -328,7 +328,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         return self.target_delta if delta is None else open_fraction(delta=delta)
 
     def check_budget(self) -> None:
-        """Raises BudgetExceededError if one more step would exceed the planned steps or the budget. All ranks call it."""
+        """Raises BudgetExceededError if one more step would exceed the plan or the budget; all ranks call it."""
         self._spending.check(self._steps.release.settings)
 
     def noise_std(self, parameter: nn.Parameter) -> float:

@@ -132,7 +132,7 @@ class LogicalStep:
         """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
         try:
             piece = self._turn(None, batch_index)
-            self.micro_batches.check_found()
+            self.micro_batches.check_found("engine.backward()")
             self._self_check.cannot_compare()
             losses = self._scaling.unscaled(losses)
             try:
