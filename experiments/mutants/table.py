@@ -629,7 +629,10 @@ ACCOUNTING = [
     ),
 ]
 
-DISTRIBUTED, RANKS = "ghostclip/engine/distributed.py", ("tests/engine/test_ranks.py",)
+DISTRIBUTED, RANKS = (
+    "ghostclip/engine/distributed.py",
+    ("tests/engine/test_ranks.py", "tests/engine/test_ranks_refused.py"),
+)
 
 SEVERAL_RANKS = [
     Mutant(
@@ -2236,63 +2239,63 @@ RAGGED_NORMS = [
         "ghostclip/engine/budget.py",
         "_told_last[self._told_ledger] if self._told_ledger else self._told[0]",
         "self._told[0]",
-        ("tests/engine/test_ranks.py",),
+        RANKS,
     ),
     Mutant(
         "a state of a rank that doesn't lead forgets the ledger",
         "ghostclip/engine/budget.py",
         "            return self._told[2]",
         "            return None",
-        ("tests/engine/test_ranks.py",),
+        RANKS,
     ),
     Mutant(
         "ranks may load states of other steps",
         "ghostclip/engine/snapshots.py",
         '        self._check_alike(found, "when they load a state")\n',
         "",
-        ("tests/engine/test_ranks.py",),
+        RANKS,
     ),
     Mutant(
         "ranks may train other parameters of the same sizes",
         "ghostclip/engine/release.py",
         "[(number, p.numel()) for number, p in enumerate(held) if p.requires_grad]",
         "[p.numel() for p in held if p.requires_grad]",
-        ("tests/engine/test_ranks.py",),
+        RANKS,
     ),
     Mutant(
         "ranks may have other noise",
         "ghostclip/engine/release.py",
         "(self.settings.noise_multiplier, self.settings.batch_size),",
         "None,",
-        ("tests/engine/test_ranks.py",),
+        RANKS,
     ),
     Mutant(
         "ranks may train on other rows of a subset",
         "ghostclip/engine/snapshots.py",
         "= self.loader.rows_digest()",
         '= ""',
-        ("tests/engine/test_ranks.py",),
+        RANKS,
     ),
     Mutant(
         "a group made anew isn't noticed",
         "ghostclip/engine/distributed.py",
         "        if self._group is None and is_distributed() and dist.get_world_size() > 1:",
         "        if self._group is None and not is_distributed():",
-        ("tests/engine/test_ranks.py",),
+        RANKS,
     ),
     Mutant(
         "a wrapper's first forward exchanges buffers",
         "ghostclip/engine/distributed.py",
         "wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False",
         "wrapper.require_backward_grad_sync = False",
-        ("tests/engine/test_ranks.py",),
+        RANKS,
     ),
     Mutant(
         "each process draws a search of its own",
         "ghostclip/selection/search.py",
         "if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:",
         "if False:",
-        ("tests/engine/test_ranks.py",),
+        RANKS,
     ),
     Mutant(
         "a padded position is left out of a Gram norm beside an input that is not finite",

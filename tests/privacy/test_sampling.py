@@ -311,7 +311,7 @@ def test_leaving_a_logical_batch_is_reported_and_the_next_one_is_whole() -> None
     for _ in left.physical():
         break
     assert torch.equal(torch.cat([part[0] for part in next(epoch).physical()]), whole[1])
-    owner.left.assert_called_once_with(left)
+    owner.left.assert_called_once_with(left, None)
 
 
 class FailsOnce(Squares):
