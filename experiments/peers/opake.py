@@ -43,7 +43,7 @@ def _opake(compiled: bool) -> Fill:
         from opake.dpsgd.clipping import clipped_grad
         from opake.functional import make_functional
 
-        of_model, trained, fixed = make_functional(model, partition_trainable=True)
+        of_model, trained, fixed = make_functional(model, disable_autograd_tracking=True, partition_trainable=True)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
         def loss(trained: Any, fixed: Any, inputs: Tensor, target: Tensor) -> Tensor:
