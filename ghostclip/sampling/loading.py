@@ -153,22 +153,25 @@ def warn_of_repeated_rows(dataset: Any) -> None:
 def picked_rows(dataset: Any) -> np.ndarray | None:
     """Which rows of the data sets within a `Subset` or `ConcatDataset` are picked, by numbers; None for other data."""
     starts: dict[int, int] = {}
-
-    def rows(inner: Any) -> np.ndarray:
-        if isinstance(inner, Subset):
-            return rows(inner.dataset)[np.asarray(inner.indices, dtype=np.int64)]
-        if isinstance(inner, ConcatDataset):
-            return np.concatenate([rows(each) for each in inner.datasets])
-        start = starts.setdefault(id(inner), sum(sizes))
-        sizes.append(len(inner))
-        return np.arange(start, start + len(inner))
-
     sizes: list[int] = []
+
+    def rows(inner: Any, picked: np.ndarray | None = None) -> np.ndarray:
+        if isinstance(inner, Subset):
+            own = np.asarray(inner.indices, dtype=np.int64)
+            return rows(inner.dataset, own if picked is None else own[picked])
+        if isinstance(inner, ConcatDataset):
+            found = np.concatenate([rows(each) for each in inner.datasets])
+            return found if picked is None else found[picked]
+        size = len(inner)
+        start = starts.setdefault(id(inner), sum(sizes))
+        sizes.append(size)
+        return start + (np.arange(size) if picked is None else picked % size)
+
     if not isinstance(dataset, Subset | ConcatDataset):
         return None
     try:
         return rows(dataset)
-    except (TypeError, ValueError, IndexError):  # keys that are no numbers, or a data set without a length
+    except (TypeError, ValueError, IndexError, ZeroDivisionError):  # keys that are no numbers, or data without a length
         return None
 
 
