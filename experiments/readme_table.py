@@ -25,6 +25,7 @@ RESULTS = ROOT / "experiments" / "results"
 # {file: what its tables are about}, in the order of the page.
 SPEED = {
     "bench.json": "## Step time and memory, one core",
+    "bench-published.json": "## Models of transformers, one core",
     "bench-sizes.json": "## Other image sizes and longer texts, one core",
     "bench-backward.json": "## Losses computed by the caller, one core",
     "bench-two-threads.json": "## Two threads",

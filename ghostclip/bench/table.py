@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,10 @@ MEMORY_NOTE = (
 ALLOCATED_NOTE = (
     " {}: bytes that the C library allocates, once up to 3,000 other steps have filled Python's own caches."
 )
+
+
+# Characters of a reason that are shown.
+REASON = 160
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -82,7 +87,9 @@ def _reasons(results: dict[str, Any]) -> list[str]:
     for name, work in results["workloads"].items():
         for contender, row in work["contenders"].items():
             for kind in row.keys() & {"missing", "failed"}:
-                reason = (row[kind].splitlines() or ["no reason given"])[0]
+                reason = textwrap.shorten(
+                    (row[kind].splitlines() or ["no reason given"])[0], REASON, placeholder=" ..."
+                )
                 places.setdefault(f"{contender} {kind}: {reason}", []).append(name)
     whole = len(results["workloads"])
     return [f"- {'everywhere' if len(n) == whole > 1 else ', '.join(n)}, {why}" for why, n in places.items()]

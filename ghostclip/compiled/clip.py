@@ -144,7 +144,10 @@ class CompiledClip:
             result = self.eager(loss_fn, batch)
             self._open = self._open + 1 if self.passes.is_open else 0
             if self._open == MOST_OPEN:
-                self._say_once("whose rows are whose is measured in every batch of this model")
+                self._say_once(
+                    "whose rows are whose is measured in every batch of this model (docs/ownership.md, When), and no "
+                    "graph measures it"
+                )
             # The forward may have made something that the model keeps.
             asked = replace(asked, key=(*asked.key[:-1], self.state.key()))
             known = asked.key in self._plans or self.passes.is_open or self.gave_up or self._comes_seldom(asked.key)
@@ -205,7 +208,11 @@ class CompiledClip:
             return None
         leaves, structure, examples = found
         size = capacity_for(examples, self.expected, self.largest)
-        function, kept = function_key(loss_fn)
+        try:
+            function, kept = function_key(loss_fn)
+        except Exception as error:  # of a property, or another attribute that runs code
+            self._say_once(f"the loss function can't be told from others: {_in_a_line(error)}")
+            return None
         shapes = tuple((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves)
         # A policy's numbers are built into the graph; noise follows what they are now.
         policy = (self.passes.clipping.sensitivity, *settings_of(self.passes.clipping, kept))
@@ -340,7 +347,7 @@ class CompiledClip:
         return expected
 
     def _try_others(self, plan: GraphPlan, loss_fn: LossFunction, asked: CompileRequest, masks: bool) -> str | None:
-        """Both ways on whole batches that nobody made: the rows of padding as examples, and ``masks``: with others.
+        """Both ways on whole batches that nobody made: padding as examples; if ``masks``, with other masks, too.
 
         Says why the graph is refused. Where the model can't take such a mask, nothing is said: the batch's own mask is
         compared in any case. A padded batch of a model that draws random numbers is compared in this way alone.

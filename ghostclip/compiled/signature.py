@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CellType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -83,7 +85,8 @@ class ModelState:
     """Everything about a model that a graph has built in: modules, their attributes, modes and hooks, what is trained.
 
     Asked for at every step, so what is there is compared with the last step's by identity, and read only where it is
-    something else. What a module keeps in a long list or in an object of its own, changed in place, isn't seen.
+    something else. What a module keeps in a list or dict of more than 32 entries, or in another object of its own,
+    changed in place, isn't seen.
 
     Attributes:
         held: parameters and buffers.
@@ -121,11 +124,15 @@ class ModelState:
         for module in self._modules:
             own = vars(module)
             objects += own.values()
-            for value in own.values():
-                if isinstance(value, dict):
-                    objects += value.values()
-                elif type(value) is list and len(value) <= FEW:
-                    objects += value
+            for name in CONTENTS:
+                if inside := own.get(name):
+                    objects += inside.values()
+            for name in _names_read_by_forward(module):
+                inside = own.get(name)
+                if type(inside) is dict and len(inside) <= FEW:
+                    objects += inside.values()
+                elif type(inside) is list and len(inside) <= FEW:
+                    objects += inside
         settings: list[Any] = [_has_global_hooks(), torch.are_deterministic_algorithms_enabled()]
         for kind in ("cpu", "cuda"):
             settings += (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -155,9 +162,9 @@ def _has_global_hooks() -> bool:
 
 
 def _described(module: nn.Module, kept: list[Any]) -> tuple:
-    """Plain attributes by their values, short containers by what is in them, all others by their ids."""
-    own = vars(module)
-    parts = [(name, _part(value, kept, 1)) for name, value in own.items()]
+    """Plain attributes by their values, short containers that the forward reads by what is in them, others by ids."""
+    own, read = vars(module), _names_read_by_forward(module)
+    parts = [(name, _part(value, kept, int(name in read))) for name, value in own.items()]
     inside = [(kind, name, id(value)) for kind in CONTENTS for name, value in own.get(kind, {}).items()]
     return (id(module), type(module), *parts, *inside)
 
@@ -183,31 +190,84 @@ def _called(function: Any, kept: list[Any], depth: int) -> tuple:
         kept += (code, names)
         bound = [cell.cell_contents if cell != CellType() else cell for cell in function.__closure__ or ()]
         bound += [function.__defaults__, function.__kwdefaults__, vars(function)]
-        bound += [names[name] for name in code.co_names if name in names and type(names[name]) in PLAIN]
+        bound += [names[name] for name in _reads(code)[1] if name in names and type(names[name]) in PLAIN]
         return (id(code), id(names), *[_part(each, kept, depth) for each in bound])
-    own = getattr(function, "__dict__", {}).items() if not isinstance(function, type) else ()
+    own = getattr(function, "__dict__", {}).items() if depth == DEPTH and not isinstance(function, type) else ()
     plain = [(name, _part(value, kept, 0)) for name, value in own if type(value) in PLAIN]
-    method = getattr(type(function), "forward" if isinstance(function, nn.Module) else "__call__", None)
-    return (*plain, *_read_by(method, function, kept, depth))
+    return (*plain, *_read_by(_method_of(type(function)), function, kept, depth))
+
+
+def _method_of(kind: type) -> Any:
+    """The method that runs where an object of this class is called."""
+    return getattr(kind, "forward" if issubclass(kind, nn.Module) else "__call__", None)
 
 
 def _read_by(method: Any, owner: Any, kept: list[Any], depth: int) -> list[Any]:
-    """An object by its identity, and by those of its attributes whose names are in the code of one of its methods.
+    """An object by its identity, and by those of its attributes that the code of one of its methods reads.
 
     Others, as a counter of steps, may change without another graph.
     """
     kept.append(owner)
     parts: list[Any] = [id(owner)]
     own = {} if isinstance(owner, type) else dict(getattr(owner, "__dict__", {}))
-    for kind in ("_parameters", "_buffers", "_modules") if isinstance(owner, nn.Module) else ():
-        own |= own[kind]
-    for name in method.__code__.co_names if isinstance(method, FunctionType) else ():
-        of_class = getattr(type(owner), name, None)
-        if name in own or type(of_class) in PLAIN:
-            parts.append((name, _part(own.get(name, of_class), kept, max(depth - 1, 0))))
-        elif depth and isinstance(of_class, FunctionType):
-            parts += _read_by(of_class, owner, kept, depth - 1)
+    for inside in ("_parameters", "_buffers", "_modules") if isinstance(owner, nn.Module) else ():
+        own |= own[inside]
+    kind: Any = type(owner)
+    for name in _names_read(method, kind):
+        value = own.get(name, getattr(type(owner), name, None))
+        if name in own or type(value) in PLAIN:
+            # Of a module what its forward reads of itself.
+            inner = max(depth - 1, 0) if not isinstance(value, nn.Module) else min(depth, 1)
+            parts.append((name, _part(value, kept, inner)))
     return parts
+
+
+def _names_read_by_forward(module: nn.Module) -> tuple[str, ...]:
+    kind: Any = type(module)
+    return _names_read(kind.forward, kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_read(method: Any, kind: Any) -> tuple[str, ...]:
+    """The attributes of an object of a class that a method of it, and methods that it calls, read of it."""
+    found, left, seen = list[str](), [method], list[Any]()
+    while left:
+        one = left.pop()
+        if not isinstance(one, FunctionType) or one in seen:
+            continue
+        seen.append(one)
+        found += _reads(one.__code__)[0]
+        left += [getattr(kind, name, None) for name in _reads(one.__code__)[0]]
+    return tuple(dict.fromkeys(found))
+
+
+@functools.lru_cache(maxsize=4096)
+def _reads(code: CodeType) -> tuple[list[str], list[str]]:
+    """Names of attributes that code reads of its first argument, and of globals; that within it included."""
+    attributes, names, before = list[str](), list[str](), None
+    own = code.co_varnames[0] if code.co_argcount else None
+    for step in dis.get_instructions(code):
+        if step.opname == "LOAD_GLOBAL":
+            names.append(step.argval)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and own is not None and before == own:
+            attributes.append(step.argval)
+        before = step.argval if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else None
+        before = before[-1] if isinstance(before, tuple) else before  # of two loads in one
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            names += _reads(inner)[1]
+            attributes += _read_of(inner, own) if own is not None and own in inner.co_freevars else ()
+    return attributes, names
+
+
+def _read_of(code: CodeType, name: str) -> list[str]:
+    """Names of attributes that code reads of a variable from around it."""
+    steps = list(dis.get_instructions(code))
+    pairs = itertools.pairwise(steps)
+    return [
+        after.argval for step, after in pairs
+        if step.opname == "LOAD_DEREF" and step.argval == name and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
+    ]  # fmt: skip
 
 
 def _part(value: Any, kept: list[Any], depth: int) -> Any:

@@ -171,7 +171,9 @@ class Spending:
     def events(self) -> list[Event]:
         """Everything that was charged; on a rank that doesn't lead, as of the last step that was charged there."""
         if not self._ranks.leads:
-            return list(_told_last[self._told_ledger] if self._told_ledger else self._told[0])
+            last = _told_last[self._told_ledger] if self._told_ledger else []
+            # Of a ledger that another one took the place of it is less.
+            return list(max(last, self._told[0], key=lambda events: sum(event.count for event in events)))
         return _listed(self._runs if self._account is None else self._with_known(self._account.runs))
 
     @property

@@ -61,6 +61,7 @@ class Ranks:
     def __init__(self, group: Any = None) -> None:
         self._group = group
         self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
+        self._world_size = _world_size()
         self.leads, self._word = self.rank == 0, Word.AWAITED
         self.sharding = Sharding(nn.Module())
         self._leader = 0 if group is None else dist.get_global_rank(group, 0)
@@ -71,7 +72,7 @@ class Ranks:
 
     def check_alone(self) -> None:
         """Raises PrivacyError where processes have joined since the engine was built for one that is alone."""
-        if self._group is None and is_distributed() and dist.get_world_size() > 1:
+        if _world_size() > self._world_size:
             raise PrivacyError(
                 "processes were joined after this PrivacyEngine was built, which samples, charges and draws noise for "
                 "its own process alone; call torch.distributed.init_process_group() first and build the engine then"
@@ -211,6 +212,11 @@ class Ranks:
             return source.generator
         key, made = self.led(lambda: os.urandom(KEY_BYTES)), itertools.count(1)
         return lambda: source.generator(hashlib.sha256(key + next(made).to_bytes(8, "big")).digest())
+
+
+def _world_size() -> int:
+    """How many processes are joined, whatever group they train in."""
+    return dist.get_world_size() if is_distributed() else 1
 
 
 def _told(problem: Exception) -> tuple[str, str]:

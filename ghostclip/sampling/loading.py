@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ __all__ = [
     "check_size",
     "loader_of",
     "loaders_batch_size",
-    "picked_rows",
     "rows_digest",
     "say_sampler_is_replaced",
     "size_of",
@@ -140,8 +140,7 @@ def say_sampler_is_replaced(loader: DataLoader[Any], words: str) -> None:
 
 def warn_of_repeated_rows(dataset: Any) -> None:
     """Warns where a data set has a row several times, each of which counts as an example of its own."""
-    rows = picked_rows(dataset)
-    if rows is not None and len(np.unique(rows)) < len(rows):
+    if _has_row_twice(dataset):
         warnings.warn(
             f"the {type(dataset).__name__} has rows several times, and each time counts as an example of its own: a "
             "person whose row comes k times may move each sum k times as far as epsilon says. Give every row once, or "
@@ -150,35 +149,41 @@ def warn_of_repeated_rows(dataset: Any) -> None:
         )
 
 
-def picked_rows(dataset: Any) -> np.ndarray | None:
-    """Which rows of the data sets within a `Subset` or `ConcatDataset` are picked, by numbers; None for other data."""
-    starts: dict[int, int] = {}
-    sizes: list[int] = []
+def _parts(dataset: Any) -> Iterator[tuple[Any, np.ndarray | None]]:
+    """The data sets within `ConcatDataset` and `Subset`, each with the rows of it that are picked; None: all."""
+    if isinstance(dataset, ConcatDataset):
+        for each in dataset.datasets:
+            yield from _parts(each)
+        return
+    picked = None
+    while isinstance(dataset, Subset):
+        own = np.asarray(dataset.indices)
+        picked, dataset = own if picked is None else own[picked], dataset.dataset
+    yield dataset, picked
 
-    def rows(inner: Any, picked: np.ndarray | None = None) -> np.ndarray:
-        if isinstance(inner, Subset):
-            own = np.asarray(inner.indices, dtype=np.int64)
-            return rows(inner.dataset, own if picked is None else own[picked])
-        if isinstance(inner, ConcatDataset):
-            found = np.concatenate([rows(each) for each in inner.datasets])
-            return found if picked is None else found[picked]
-        size = len(inner)
-        start = starts.setdefault(id(inner), sum(sizes))
-        sizes.append(size)
-        return start + (np.arange(size) if picked is None else picked % size)
 
-    if not isinstance(dataset, Subset | ConcatDataset):
-        return None
-    try:
-        return rows(dataset)
-    except (TypeError, ValueError, IndexError, ZeroDivisionError):  # keys that are no numbers, or data without a length
-        return None
+def _has_row_twice(dataset: Any) -> bool:
+    """Whether a row can be seen to come several times; indices may be of any kind."""
+    whole, picked = set[int](), dict[int, list[np.ndarray]]()
+    with suppress(Exception):
+        for inner, rows in _parts(dataset):
+            if rows is not None:
+                picked.setdefault(id(inner), []).append(rows)
+            elif id(inner) in whole:
+                return True
+            else:
+                whole.add(id(inner))
+        joined = {inner: np.concatenate(rows) for inner, rows in picked.items()}
+        return any(len(np.unique(rows)) < len(rows) or (inner in whole and len(rows)) for inner, rows in joined.items())
+    return False
 
 
 def rows_digest(dataset: Any) -> str:
     """Tells data sets that pick other rows apart, as `torch.utils.data.random_split` does; "" for other data."""
-    rows = picked_rows(dataset)
-    return "" if rows is None else hashlib.sha256(rows.tobytes()).hexdigest()
+    if not isinstance(dataset, Subset | ConcatDataset):
+        return ""
+    parts = ["all" if rows is None else rows.tolist() for _, rows in _parts(dataset)]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def loader_of(dataset: Any, given: DataLoader[Any] | None, chunks: Iterable[list[int]]) -> DataLoader[Any]:

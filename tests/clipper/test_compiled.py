@@ -323,7 +323,8 @@ def test_a_model_that_is_measured_in_every_batch_says_so(monkeypatch):
 
     for seed in range(6):
         clipper.clip(permuted, batch_of(8, seed=seed))
-    assert clipper.compiled.refusals == ["whose rows are whose is measured in every batch of this model"]
+    assert clipper.compiled.refusals == [clipper.compiled.refusals[0]]
+    assert "is measured in every batch of this model" in clipper.compiled.refusals[0]
 
 
 @pytest.mark.slow

@@ -95,7 +95,13 @@ class Settings(torch.nn.Dropout):
 
     def __init__(self):
         super().__init__(0.0)
-        self.settings, self.rates = {"beta": 1.0}, [0.1, 0.2]
+        self.settings, self.rates, self.history = {"beta": 1.0}, [0.1, 0.2], []
+
+    def forward(self, x):
+        return x * self.settings["beta"] + self.shifted(x)
+
+    def shifted(self, x):
+        return sum(rate * x for rate in self.rates)
 
 
 CHANGES = {
@@ -125,6 +131,7 @@ def test_whatever_changes_about_a_model_makes_another_key(change):
     model = classifier().append(Settings())
     state = ModelState(model)
     before = state.key()
+    model[4].history.append(1.0)  # of which the forward knows nothing
     assert state.key() is before
     change(model)
     assert state.key() != before
@@ -199,10 +206,11 @@ class Trainer:
 
     def __init__(self):
         self.beta, self.table, self.settings, self.steps = 1.0, torch.ones(3), {"beta": 1.0}, 0
+        self.sum, self.history, self.weights = 0.0, [], [1.0, 2.0]
         self.criterion = torch.nn.CrossEntropyLoss(torch.ones(3), reduction="none")
 
     def losses(self, model, x):
-        return losses_of(model, x) * BETA + self.more(model(x))
+        return losses_of(model, x) * BETA + self.more(model(x)) + model(x).sum(1) * sum(w * w for w in self.weights)
 
     def more(self, outputs):
         classes = self.criterion(outputs, torch.zeros(len(outputs), dtype=torch.int64))
@@ -215,21 +223,65 @@ class Trainer:
         lambda trainer, _: setattr(trainer, "beta", 2.0),
         lambda trainer, _: setattr(trainer, "table", torch.ones(3)),
         lambda trainer, _: trainer.settings.update(beta=2.0),
+        lambda trainer, _: trainer.weights.append(3.0),
         lambda trainer, _: setattr(trainer.criterion, "weight", torch.ones(3)),
         lambda trainer, _: setattr(trainer.criterion, "label_smoothing", 0.1),
         lambda trainer, patch: patch.setattr(Trainer, "gamma", 2.0),
         lambda trainer, patch: patch.setitem(globals(), "BETA", 2.0),
     ],
-    ids=["number", "tensor", "dict", "buffer of a criterion", "its attribute", "class attribute", "global number"],
+    ids=[
+        "number",
+        "tensor",
+        "dict",
+        "list in a generator",
+        "buffer of a criterion",
+        "its attribute",
+        "class attribute",
+        "global number",
+    ],
 )
 def test_methods_are_keyed_by_what_their_code_reads_and_by_nothing_else(change, monkeypatch):
     trainer = Trainer()
     before, kept = function_key(trainer.losses)
     trainer.steps += 1
+    trainer.sum += 1.0  # a name in the code, but of another object
+    trainer.history.append(1.0)
     assert function_key(trainer.losses)[0] == before
     change(trainer, monkeypatch)
     assert function_key(trainer.losses)[0] != before
     assert trainer in kept
+
+
+class Circular:
+    """Methods that call each other and themselves, of an object that refers to itself."""
+
+    def __init__(self):
+        self.own, self.steps = self, 0
+
+    def losses(self, model, x):
+        return self.again(model, x) if self.steps < 0 else losses_of(model, x)
+
+    def again(self, model, x):
+        return self.own.losses(model, x) + self.again(model, x)
+
+
+class Raising:
+    """A loss whose attributes can't be read."""
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("not yet")
+
+    def __call__(self, model, x):
+        return losses_of(model, x)
+
+
+def test_no_object_of_a_loss_stops_a_step():
+    assert function_key(Circular().losses)[0]
+    clipper = ghostclip.GhostClipper(classifier(), 1e-2, compile=True)
+    for _ in range(3):
+        assert_as_eager(clipper, Raising(), batch_of())
+    assert clipper.compiled.refusals == ["the loss function can't be told from others: RuntimeError: not yet"]
 
 
 @pytest.mark.parametrize("make", [closing, with_default, with_keyword])

@@ -162,19 +162,21 @@ def test_processes_that_join_later_are_noticed(monkeypatch: pytest.MonkeyPatch) 
         engine.optimizer.step()
 
 
-def in_a_group_made_anew(folder: Path) -> str:
+def in_a_group_made_anew(folder: Path, wrapped: bool) -> str:
     """Each rank builds its engine in a world of one, which is destroyed and made one of two."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/alone-{rank}", rank=0, world_size=1)
-    engine = runs.engine_for(runs.network())
+    model = runs.network()
+    engine = runs.engine_for(DistributedDataParallel(model) if wrapped else model)
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/together", rank=rank, world_size=2)
     return outcome(lambda: engine.step(next(iter(engine.batches())), runs.losses_of))
 
 
-def test_processes_that_join_anew_are_noticed(tmp_path: Path) -> None:
-    for said in on_ranks(partial(in_a_group_made_anew, tmp_path), tmp_path):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_processes_that_join_anew_are_noticed(wrapped: bool, tmp_path: Path) -> None:
+    for said in on_ranks(partial(in_a_group_made_anew, tmp_path, wrapped), tmp_path):
         assert "processes were joined after this PrivacyEngine was built" in said
 
 

@@ -27,6 +27,7 @@ from torch.utils.data import (
 from ghostclip.errors import PrivacyError
 from ghostclip.events import FixedSizeGaussian, SampledGaussian, TruncatedGaussian
 from ghostclip.sampling import LogicalBatches, scheme_named
+from ghostclip.sampling.loading import rows_digest
 from ghostclip.sampling.logical import Unowned
 
 # A false alarm once in a hundred thousand runs for each test.
@@ -183,6 +184,43 @@ def test_rows_that_come_several_times_are_named(data: Any) -> None:
         LogicalBatches(data, batch_size=4)
     LogicalBatches(data, batch_size=4, unit_ids=[*range(len(data))])
     LogicalBatches(Subset(Squares(), range(20)), batch_size=4)
+
+
+class Keyed(Dataset[Any]):
+    """Rows by keys of any kind, whose number it doesn't say."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return torch.zeros(2)
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Subset(Keyed(), list(range(20))),
+        Subset(Keyed(), [100, 103, *range(18)]),
+        Subset(Keyed(), [f"{key}" for key in range(20)]),
+        ConcatDataset([Squares(), Subset(SQUARES, range(3))]),
+    ],
+    ids=["numbers", "beyond", "words", "another"],
+)
+def test_rows_that_come_once_are_not_named(data: Any) -> None:
+    LogicalBatches(data, batch_size=4)
+
+
+def test_digests_tell_rows_apart_and_no_list_of_all_rows_is_made() -> None:
+    many = ConcatDataset([TensorDataset(torch.zeros(1).expand(10**12)) for _ in range(2)])
+    data = [
+        Subset(Keyed(), range(12)),
+        Subset(Keyed(), range(24, 36)),
+        Subset(Keyed(), [f"{key}" for key in range(12)]),
+    ]
+    digests = [rows_digest(each) for each in (*data, many, Subset(many, [1, 2]), Subset(many, [1, 10**12 + 2]))]
+    assert len({*digests}) == len(digests)
+    assert rows_digest(Squares()) == ""
+    LogicalBatches(Subset(many, range(20)), batch_size=4)
 
 
 def test_a_seed_repeats_the_batches_and_goes_on_over_epochs() -> None:
