@@ -64,6 +64,7 @@ def noise_of(model: nn.Module) -> np.ndarray:
     ("first", "second", "hybrid"),
     [(2, 2, False), (2, 0, False), (0, 2, False), pytest.param(4, 2, True, marks=pytest.mark.slow)],
 )
+@pytest.mark.one_in(3)
 def test_c_times_the_noise_of_all_shards_is_independent(
     name: str, first: int, second: int, hybrid: bool, tmp_path: Path
 ) -> None:

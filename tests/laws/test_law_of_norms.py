@@ -29,6 +29,7 @@ def test_models(program):
 
 
 @pytest.mark.parametrize("program", DIFFICULT, ids=str)
+@pytest.mark.one_in(2)
 def test_difficult_models(program):
     for number in range(BATCHES):
         assert_exact(program, number, torch.float64)

@@ -181,6 +181,7 @@ def test_correlated_noise_at_equal_epsilon(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("coarse_losses")
+@pytest.mark.slow
 def test_accuracy_at_equal_epsilon_is_tuned_tested_and_taken_up_again(tmp_path, monkeypatch):
     module = script("accuracy")
     monkeypatch.setattr(module, "EPSILONS", (3.0,))

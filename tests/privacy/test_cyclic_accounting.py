@@ -18,6 +18,7 @@ SETTING: dict[str, Any] = {"noise_multiplier": 1.3, "sample_rate": 0.02, "steps"
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize(("bands", "steps"), [(8, 100), (8, 96), (8, 97), (50, 30), (3, 1)])
+@pytest.mark.one_in(3)
 def test_epsilon_is_that_of_as_many_poisson_samples_as_turns(bands: int, steps: int, accountant: str) -> None:
     kind = pld.PLDAccountant if accountant == "pld" else rdp.RdpAccountant
     spent = kind(neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
