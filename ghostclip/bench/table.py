@@ -28,10 +28,6 @@ ALLOCATED_NOTE = (
 )
 
 
-# Characters of a reason that are shown.
-REASON = 160
-
-
 def markdown(results: dict[str, Any]) -> str:
     """The table of ``results`` as the command writes them, with a line on how to read it, and the machine.
 
@@ -87,9 +83,7 @@ def _reasons(results: dict[str, Any]) -> list[str]:
     for name, work in results["workloads"].items():
         for contender, row in work["contenders"].items():
             for kind in row.keys() & {"missing", "failed"}:
-                reason = textwrap.shorten(
-                    (row[kind].splitlines() or ["no reason given"])[0], REASON, placeholder=" ..."
-                )
+                reason = textwrap.shorten((row[kind].splitlines() or ["no reason given"])[0], 160, placeholder=" ...")
                 places.setdefault(f"{contender} {kind}: {reason}", []).append(name)
     whole = len(results["workloads"])
     return [f"- {'everywhere' if len(n) == whole > 1 else ', '.join(n)}, {why}" for why, n in places.items()]
