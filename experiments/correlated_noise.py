@@ -133,14 +133,14 @@ def markdown(results: dict[str, Any]) -> str:
     steps = results["steps"]
     errors = " | ".join(f"{error:.4g}" for error in results["errors"].values())
     root = results["square root"]
-    others = [
-        f"| {results['peer']} | "
-        + " | ".join(
-            f"{found['mean']:.4g}" if (found := results["by_peer"].get(name)) else "" for name in results["errors"]
-        )
-        + " |"
-        for _ in results["by_peer"] and [None]
-    ]
+    peers, peer_row, peer_note = results["by_peer"], [], []
+    if peers:
+        cells = [f"{peers[name]['mean']:.4g}" if name in peers else "" for name in results["errors"]]
+        peer_row = [f"| {results['peer']} | {' | '.join(cells)} |"]
+        peer_note = [
+            f"{results['peer']} doesn't scale columns to norm 1, and chooses buffers for the largest error.",
+            "",
+        ]
     lines = [
         "# Correlated noise",
         "",
@@ -149,9 +149,9 @@ def markdown(results: dict[str, Any]) -> str:
         "| found by | " + " | ".join(results["errors"]) + " |",
         "| --- " * (len(results["errors"]) + 1) + "|",
         f"| GhostClip | {errors} |",
-        *others,
+        *peer_row,
         "",
-        "Its columns aren't scaled to norm 1, and its buffers are chosen for the largest error." if others else "",
+        *peer_note,
         "Published, with as many bands as steps: the square root of the matrix of ones (Fichtenberger, Henzinger and "
         f"Upadhyay 2023, arXiv 2202.11205) has {root['mean']:.4g}, and {root['largest']:.4g} at its last step, their "
         f"largest error. {results['bands'][-1]} bands whose coefficients are the first of that matrix (banded square "

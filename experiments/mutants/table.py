@@ -2237,14 +2237,14 @@ RAGGED_NORMS = [
     Mutant(
         "ranks that don't lead know of their own engine's charges only",
         "ghostclip/engine/budget.py",
-        "last = _told_last[self._told_ledger] if self._told_ledger else []",
+        "last = _told_last[self._told.ledger] if self._told.ledger else []",
         "last: list[Event] = []",
         RANKS,
     ),
     Mutant(
         "a state of a rank that doesn't lead forgets the ledger",
         "ghostclip/engine/budget.py",
-        "            return self._told[2]",
+        "            return self._told.head",
         "            return None",
         RANKS,
     ),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.bench.losses import class_losses, token_losses
-from ghostclip.bench.workloads import Workload
+from ghostclip.bench.workloads import Workload, numbers, texts
 
 __all__ = ["WORKLOADS"]
 
@@ -55,22 +55,12 @@ def _built(name: str, takes: Callable[[Tensor], dict[str, Tensor]], **settings: 
     return build
 
 
-def _texts(size: int) -> tuple[Tensor, Tensor]:
-    """Texts of POSITIONS words, and the word that follows each."""
-    text = torch.randint(1, WORDS, (size, POSITIONS + 1))
-    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-
 def _padded_texts(size: int) -> tuple[Tensor, Tensor]:
     """Texts of 32 to POSITIONS words, padded to POSITIONS, and one of two classes for each."""
     text = torch.randint(1, WORDS, (size, POSITIONS))
     lengths = torch.randint(32, POSITIONS + 1, (size, 1))
     lengths[0] = POSITIONS
     return torch.where(torch.arange(POSITIONS) < lengths, text, PADDING), torch.randint(0, 2, (size,))
-
-
-def _images(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, 3, 224, 224), torch.randint(0, 10, (size,))
 
 
 _GPT2 = _built(
@@ -92,11 +82,11 @@ _VIT = _built(
 )  # fmt: skip
 WORKLOADS = (
     Workload("hf-gpt2", f"GPT-2 of transformers, {LAYERS} layers, width {WIDTH}; texts of {POSITIONS} random words", 8,
-             _GPT2, _texts, token_losses, "published"),
+             _GPT2, texts(POSITIONS, WORDS), token_losses, "published"),
     Workload("hf-llama", f"Llama of transformers, {LAYERS} layers, width {WIDTH}; texts of {POSITIONS} random words", 8,
-             _LLAMA, _texts, token_losses, "published"),
+             _LLAMA, texts(POSITIONS, WORDS), token_losses, "published"),
     Workload("hf-bert", f"BERT of transformers, {LAYERS} layers, width {WIDTH}; padded texts of 32 to {POSITIONS} "
              "random words", 16, _BERT, _padded_texts, class_losses, "published"),
-    Workload("hf-vit", "ViT of transformers, 12 layers, width 192; random 224 x 224 colour images", 8, _VIT, _images,
-             class_losses, "published"),
+    Workload("hf-vit", "ViT of transformers, 12 layers, width 192; random 224 x 224 colour images", 8, _VIT,
+             numbers(3, 224, 224), class_losses, "published"),
 )  # fmt: skip

@@ -17,7 +17,7 @@ from ghostclip.bench import networks
 from ghostclip.bench.losses import Losses, class_losses, token_losses
 from ghostclip.wrap import unwrap
 
-__all__ = ["SETS", "WORKLOADS", "Workload", "gpt"]
+__all__ = ["SETS", "WORKLOADS", "Workload", "gpt", "numbers", "texts"]
 
 WORDS = 10_000
 
@@ -54,7 +54,7 @@ class Workload:
         return model, inputs, targets
 
 
-def _numbers(*shape: int, classes: int = 10) -> Batches:
+def numbers(*shape: int, classes: int = 10) -> Batches:
     """Images or rows of a table, and a class for each."""
     return lambda size: (torch.randn(size, *shape), torch.randint(0, classes, (size,)))
 
@@ -64,7 +64,7 @@ def _reviews(positions: int) -> Batches:
     return lambda size: (torch.randint(1, WORDS, (size, positions)), torch.randint(0, 2, (size,)))
 
 
-def _texts(positions: int, words: int = WORDS) -> Batches:
+def texts(positions: int, words: int = WORDS) -> Batches:
     """Texts, and the token that follows each of theirs."""
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def _texts(positions: int, words: int = WORDS) -> Batches:
 def _on_images(name: str, about: str) -> Workload:
     """One of the paper's networks for MNIST."""
     build = partial(models.build, name, (1, 28, 28), 10)
-    return Workload(name, f"{about}; random 28 x 28 images", 128, lambda: unwrap(build()), _numbers(1, 28, 28))
+    return Workload(name, f"{about}; random 28 x 28 images", 128, lambda: unwrap(build()), numbers(1, 28, 28))
 
 
 def _transformer() -> nn.Module:
@@ -89,7 +89,7 @@ def _transformer() -> nn.Module:
 
 def _resnet(side: int, batch_size: int, belongs: str = "sizes") -> Workload:
     about = f"ResNet-18 with GroupNorm, 11.2 M parameters; random {side} x {side} colour images"
-    model, data = partial(networks.resnet, (2, 2, 2, 2), bottleneck=False, classes=10), _numbers(3, side, side)
+    model, data = partial(networks.resnet, (2, 2, 2, 2), bottleneck=False, classes=10), numbers(3, side, side)
     return Workload(f"resnet18-{side}px", about, batch_size, model, data, belongs=belongs)
 
 
@@ -100,21 +100,21 @@ def _small_gpt(positions: int) -> Callable[[], nn.Module]:
 def gpt(positions: int, batch_size: int, belongs: str = "sizes") -> Workload:
     """A GPT-2-like model on texts of a length."""
     about = f"GPT-2-like, width 256, 4 blocks, 10,000 words, 8.3 M parameters; texts of {positions} random words"
-    data = _texts(positions)
+    data = texts(positions)
     return Workload(f"gpt-{positions}", about, batch_size, _small_gpt(positions), data, token_losses, belongs)
 
 
 _ALL = (
     _on_images("mlp", "two hidden layers of 128 and 256 units, sigmoid"),
     Workload("fcnn-adult", "one hidden layer of 50 units; 104 random features, as of the Adult data", 256,
-             lambda: nn.Sequential(nn.Linear(104, 50), nn.ReLU(), nn.Linear(50, 2)), _numbers(104, classes=2)),
+             lambda: nn.Sequential(nn.Linear(104, 50), nn.ReLU(), nn.Linear(50, 2)), numbers(104, classes=2)),
     _on_images("cnn", "convolutions of 20 and 50 kernels 5 x 5, max pooling, 128 hidden units"),
     _on_images("rnn", "one recurrent layer of 128 units, tanh, over the 28 rows"),
     _on_images("lstm", "one LSTM layer of 128 units over the 28 rows"),
     Workload("transformer", "one encoder block, 200 features, 8 heads, frozen word vectors; 128 random words a text",
              32, _transformer, _reviews(128)),
     Workload("cifar-cnn", "eight convolutions of 32 to 256 channels, 605,226 parameters; random 32 x 32 colour images",
-             64, networks.cifar_cnn, _numbers(3, 32, 32)),
+             64, networks.cifar_cnn, numbers(3, 32, 32)),
     Workload("lstm-imdb", "word vectors of 100, LSTM of 100 units, 1,081,002 parameters; 256 random words a text",
              32, partial(networks.text_lstm, WORDS), _reviews(256)),
     Workload("embedding", "word vectors of 16, their mean, two classes, 160,034 parameters; 256 random words a text",
@@ -123,21 +123,21 @@ _ALL = (
     gpt(128, 8, "usual"),
     gpt(512, 2, "usual"),
     Workload("vgg11", "VGG11 without batch norm, 9.2 M parameters; random 32 x 32 colour images", 16, networks.vgg11,
-             _numbers(3, 32, 32)),
+             numbers(3, 32, 32)),
     Workload("lora-gpt", "the GPT-2-like model, frozen; adapters of rank 8 at its attention; texts of 128 random words",
-             8, lambda: networks.with_adapters(_small_gpt(128)(), 256), _texts(128), token_losses),
+             8, lambda: networks.with_adapters(_small_gpt(128)(), 256), texts(128), token_losses),
     _resnet(32, 32),
     _resnet(128, 8),
     _resnet(256, 4),
     gpt(256, 4),
     gpt(1024, 2),
     Workload("gpt2-124m", "GPT-2's shape, 124 M parameters, head tied to the embedding; texts of 1,024 random words", 8,
-             partial(networks.gpt, 768, 12, 12, 1024, 50_257, tied=True), _texts(1024, 50_257), token_losses, "gpu"),
+             partial(networks.gpt, 768, 12, 12, 1024, 50_257, tied=True), texts(1024, 50_257), token_losses, "gpu"),
     Workload("vit-b16", "ViT-B/16's shape, 86 M parameters; random 224 x 224 colour images", 32,
-             partial(networks.vision_transformer, 768, 12, 12, 224, 16, 1000), _numbers(3, 224, 224, classes=1000),
+             partial(networks.vision_transformer, 768, 12, 12, 224, 16, 1000), numbers(3, 224, 224, classes=1000),
              belongs="gpu"),
     Workload("resnet50-224px", "ResNet-50 with GroupNorm, 25.6 M parameters; random 224 x 224 colour images", 32,
-             partial(networks.resnet, (3, 4, 6, 3), bottleneck=True, classes=1000), _numbers(3, 224, 224, classes=1000),
+             partial(networks.resnet, (3, 4, 6, 3), bottleneck=True, classes=1000), numbers(3, 224, 224, classes=1000),
              belongs="gpu"),
 )  # fmt: skip
 WORKLOADS = {workload.name: workload for workload in _ALL}

@@ -98,6 +98,7 @@ class ModelState:
         self._modules: list[nn.Module] = []
         self.held: list[Tensor] = []
         self.objects: list[Any] = []
+        self.kept: list[Any] = []
         self._settings: list[Any] = []
         self._key: tuple = ()
         self.key()
@@ -110,7 +111,7 @@ class ModelState:
             self._modules = list(self._model.modules())
             self.held = [*self._model.parameters(), *self._model.buffers()]
             self.objects, self._settings = self._seen()
-            self.kept: list[Any] = []
+            self.kept = []
             self._key = (*[_described(module, self.kept) for module in self._modules], *self._settings)
         return self._key
 
@@ -214,9 +215,9 @@ def _read_by(method: Any, owner: Any, kept: list[Any], depth: int) -> list[Any]:
         own |= own[inside]
     kind: Any = type(owner)
     for name in _names_read(method, kind):
-        value = own.get(name, getattr(type(owner), name, None))
+        value = own.get(name, getattr(kind, name, None))
         if name in own or type(value) in PLAIN:
-            # Of a module what its forward reads of itself.
+            # Of a module no more than what its own forward reads: deep ones would take long at every step.
             inner = max(depth - 1, 0) if not isinstance(value, nn.Module) else min(depth, 1)
             parts.append((name, _part(value, kept, inner)))
     return parts
@@ -243,7 +244,7 @@ def _names_read(method: Any, kind: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _reads(code: CodeType) -> tuple[list[str], list[str]]:
-    """Names of attributes that code reads of its first argument, and of globals; that within it included."""
+    """Names of attributes that code reads of its first argument, and of globals, also in lambdas and generators."""
     attributes, names, before = list[str](), list[str](), None
     own = code.co_varnames[0] if code.co_argcount else None
     for step in dis.get_instructions(code):

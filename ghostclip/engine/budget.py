@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 
@@ -32,6 +32,22 @@ log = logging.getLogger("ghostclip")
 _told_last: dict[str, list[Event]] = {}
 # {random name of a run: how often each event (of count 1) was charged by it}
 Runs = Mapping[str, Mapping[Event, int]]
+
+
+class Told(NamedTuple):
+    """What the leading rank says after each charge.
+
+    Attributes:
+        events: all that was spent.
+        runs: what by the runs that led to the model.
+        head: how far the ledger is, `ghostclip.ledger.Head` as a dict; None without one.
+        ledger: its path, or None.
+    """
+
+    events: list[Event]
+    runs: Runs
+    head: dict[str, Any] | None
+    ledger: str | None
 
 
 class Spending:
@@ -72,9 +88,7 @@ class Spending:
         self._planned, self._before = _counted(plan.events), _counted(plan.before.events.values())
         self._first = next(iter(self._planned))
         self._runs: defaultdict[str, Counter[Event]] = defaultdict(Counter)
-        # What the leading rank said last: all that was spent; what by the model's runs; how far its ledger is.
-        self._told: tuple[list[Event], Runs, dict[str, Any] | None] = [], {}, None
-        self._told_ledger: str | None = None
+        self._told = Told([], {}, None, None)
         self._running = accounting.RunningEpsilon()
         # How many steps of its own the run may take; for which run, records of others and checkpoints that was found.
         self._limit, self._limit_for, self._added = 0, ("", self._first, -1, -1), 0
@@ -126,19 +140,20 @@ class Spending:
             work()
             return
 
-        def told() -> tuple[tuple[list[Event], Runs, dict[str, Any] | None], str | None]:
+        def told() -> Told:
             work()
-            return (self.events, self.runs, self.head), None if self.ledger is None else os.fspath(self.ledger.path)
+            path = None if self.ledger is None else os.fspath(self.ledger.path)
+            return Told(self.events, self.runs, self.head, path)
 
-        self._told, self._told_ledger = self._ranks.led(told)
-        if self._told_ledger is not None:
-            _told_last[self._told_ledger] = self._told[0]
+        self._told = self._ranks.led(told)
+        if self._told.ledger is not None:
+            _told_last[self._told.ledger] = self._told.events
 
     @property
     def head(self) -> dict[str, Any] | None:
         """How far the ledger is, `ghostclip.ledger.Head` as a dict; None without one. It is the same on all ranks."""
         if not self._ranks.leads:
-            return self._told[2]
+            return self._told.head
         return None if self.ledger is None else dict(vars(self.ledger.head))
 
     def _refuse_other_relations(self, events: list[Event]) -> None:
@@ -165,15 +180,15 @@ class Spending:
     @property
     def runs(self) -> dict[str, Counter[Event]]:
         """{name of a run: how often each event (of count 1) was charged by it}, of all that led to this model."""
-        return {run: Counter(spent) for run, spent in (self._runs if self._ranks.leads else self._told[1]).items()}
+        return {run: Counter(spent) for run, spent in (self._runs if self._ranks.leads else self._told.runs).items()}
 
     @property
     def events(self) -> list[Event]:
         """Everything that was charged; on a rank that doesn't lead, as of the last step that was charged there."""
         if not self._ranks.leads:
-            last = _told_last[self._told_ledger] if self._told_ledger else []
-            # Of a ledger that another one took the place of it is less.
-            return list(max(last, self._told[0], key=lambda events: sum(event.count for event in events)))
+            last = _told_last[self._told.ledger] if self._told.ledger else []
+            # It is less where another ledger was put in the place of that one.
+            return list(max(last, self._told.events, key=lambda events: sum(event.count for event in events)))
         return _listed(self._runs if self._account is None else self._with_known(self._account.runs))
 
     @property

@@ -182,8 +182,16 @@ def rows_digest(dataset: Any) -> str:
     """Tells data sets that pick other rows apart, as `torch.utils.data.random_split` does; "" for other data."""
     if not isinstance(dataset, Subset | ConcatDataset):
         return ""
-    parts = ["all" if rows is None else rows.tolist() for _, rows in _parts(dataset)]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for _, rows in _parts(dataset):
+        if rows is None:
+            digest.update(b"all")
+        elif rows.dtype == object:
+            digest.update(repr(rows.tolist()).encode())
+        else:
+            digest.update(rows.dtype.str.encode() + rows.tobytes())
+        digest.update(b"; ")
+    return digest.hexdigest()
 
 
 def loader_of(dataset: Any, given: DataLoader[Any] | None, chunks: Iterable[list[int]]) -> DataLoader[Any]:

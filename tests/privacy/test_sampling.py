@@ -206,8 +206,9 @@ class Keyed(Dataset[Any]):
     ],
     ids=["numbers", "beyond", "words", "another"],
 )
-def test_rows_that_come_once_are_not_named(data: Any) -> None:
-    LogicalBatches(data, batch_size=4)
+def test_rows_that_come_once_are_not_named(data: Any, recwarn: pytest.WarningsRecorder) -> None:
+    assert len(LogicalBatches(data, batch_size=4)) == round(len(data) / 4)
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_digests_tell_rows_apart_and_no_list_of_all_rows_is_made() -> None:
