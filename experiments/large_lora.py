@@ -8,7 +8,9 @@ ownership is measured (1, 2, 4, 8, ...), which take longer: look at the quartile
 
     python experiments/large_lora.py [--workload large|head|tiny] [--seconds S] [--no-memory | --no-time] [--out FOLDER]
 
-writes large_lora.json and large_lora.md, or large_lora_head.json and its page.
+writes large_lora.json and large_lora.md, or large_lora_head.json and its page. ``--training N`` makes N steps of two
+trainings from the first one on, whose times are added: batches in which ownership is measured count as often as they
+come. It writes large_lora_training.json and its page.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,47 @@ def time(workload: str, seconds: float) -> dict[str, dict[str, Any]]:
         name: {"ms": asdict(timings.milliseconds(name)), "time": asdict(timings.ratio(name, ORDINARY))}
         for name in NAMES
     }
+
+
+def training(workload: str, steps: int) -> Iterator[dict[str, list[float]]]:
+    """After each of the first steps, by turns ordinary and private ones, the seconds of all so far."""
+    ways = (ORDINARY, PRIVATE)
+    size = WORKLOADS[workload].batch_size
+    turns = {name: timed(Task(workload, name, size).stepper()) for name in ways}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for step in range(steps):
+        for name in ways if step % 2 else reversed(ways):
+            found[name].append(turns[name]())
+            print(step + 1, name, f"{found[name][-1]:.1f} s", flush=True)
+        yield found
+
+
+def page_of_training(results: dict[str, Any]) -> str:
+    """The table of whole trainings: after how many steps the private one had taken how much longer."""
+    seconds = results["seconds"]
+    own, private = seconds[ORDINARY], seconds[PRIVATE]
+    steps = [each for each in (2**power for power in range(12)) if each < len(own)] + [len(own)]
+    lines = [
+        "# A training of a large language model, private and not",
+        "",
+        f"{WORKLOADS[results['workload']].about}; {results['batch_size']} texts a step. All steps from the first one "
+        "on, so also those in which ownership is measured (steps 1, 2, 4, 8 and so on). Both trainings by turns.",
+        "",
+        "| steps | ordinary, minutes | private, minutes | private over ordinary |",
+        "| --- | --- | --- | --- |",
+    ]
+    for count in steps:
+        one, other = sum(own[:count]), sum(private[:count])
+        lines.append(f"| {count} | {one / 60:.3g} | {other / 60:.3g} | {other / one:.2f} |")
+    lines += [
+        "",
+        f"Measured at {'commit ' + results['commit'] if results['commit'] else 'no commit known'}. Machine: "
+        f"{in_words(results['machine'])}.",
+        "",
+        f"Computed by `python experiments/large_lora.py --workload {results['workload']} --training {len(own)}`.",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def return_freed_memory() -> None:
@@ -130,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1600.0, help="measuring time of all steps (default: 1600)")
     parser.add_argument("--no-memory", action="store_true", help="time only")
     parser.add_argument("--no-time", action="store_true", help="memory only")
+    parser.add_argument("--training", type=int, metavar="N", help="N steps of whole trainings in place of all else")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -138,6 +182,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(warning, file=sys.stderr)
     register("contenders.large_lora")
     workload = WORKLOADS[options.workload]
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.training:
+        about = {"machine": describe(), "commit": commit(), "workload": workload.name}
+        about["batch_size"] = workload.batch_size
+        for seconds in training(workload.name, options.training):
+            found = about | {"seconds": seconds}
+            (options.out / "large_lora_training.json").write_text(json.dumps(found, indent=1) + "\n")
+            (options.out / "large_lora_training.md").write_text(page_of_training(found))
+        return 0
     model = workload.model()
     results: dict[str, Any] = {
         "machine": describe(), "commit": commit(), "workload": workload.name, "batch_size": workload.batch_size,
@@ -154,7 +207,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, row in time(workload.name, options.seconds).items():
             ways[name] |= row
     results["ways"] = ways
-    options.out.mkdir(parents=True, exist_ok=True)
     name = "large_lora_head" if workload.name == "head" else "large_lora"
     (options.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
     (options.out / f"{name}.md").write_text(markdown(results))

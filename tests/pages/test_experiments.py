@@ -80,6 +80,13 @@ def test_adapters_are_measured_beside_ordinary_steps(tmp_path):
         assert row["time"]["median"] > 0
     assert found["trained"] < found["parameters"] / 2
     assert f"| {module.PRIVATE} | " in (tmp_path / "large_lora.md").read_text()
+    module.main(["--workload", "tiny", "--training", "3", "--out", str(tmp_path)])
+    seconds = json.loads((tmp_path / "large_lora_training.json").read_text())["seconds"]
+    assert [len(each) for each in seconds.values()] == [3, 3]
+    row = (tmp_path / "large_lora_training.md").read_text().splitlines()[8].split(" | ")
+    ratio = sum(seconds[module.PRIVATE]) / sum(seconds[module.ORDINARY])
+    assert row[0] == "| 3"
+    assert float(row[3].rstrip("| ")) == pytest.approx(ratio, abs=0.006)
 
 
 def test_mixing_is_seen_and_the_alarm_is_quiet(tmp_path, monkeypatch):
