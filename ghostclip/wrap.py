@@ -103,9 +103,16 @@ def wrap(
 
 
 def unwrap(model: torch_nn.Module) -> torch_nn.Module:
-    """Undoes `wrap` in place: every layer gets its plain torch class back. Returns the same model."""
+    """Undoes `wrap` in place: every layer gets its plain torch class back. Returns the same model.
+
+    The hooks by which clippers and engines note the model's calls are taken off, too, so that it can be scripted, and
+    stored for programs without GhostClip. End an engine's run before (``engine.detach()``).
+    """
     check_module(model)
     for module in model.modules():
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if getattr(hook, "ghost_hook", False):
+                del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
         if isinstance(module, GhostLayer):
             module.__class__ = module.wrapped  # type: ignore[assignment]
             for name in OWN:
@@ -207,6 +214,12 @@ def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
     kind = type(module).__name__
     if isinstance(module, torch_nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         yield f"{kind} has no sizes yet", "run one batch through the model before wrapping it"
+        return
+    if isinstance(module, torch.jit.ScriptModule):
+        yield (
+            f"{kind} is compiled by torch.jit, which hides its layers",
+            "give the model that it was made of, and script ghostclip.unwrap(model) after the training",
+        )
         return
     wrapper: Any = type(module) if isinstance(module, GhostLayer) else _wrapper_for(module)
     trained = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]

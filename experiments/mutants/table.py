@@ -3587,8 +3587,8 @@ BY_MARKS = [
     Mutant(
         "indices are not looked at",
         MOVES,
-        "[_moves(uses.nodes[place], rows, examples) for place, rows in self.indexed]",
-        "[]",
+        "for place, rows in self.indexed)",
+        "for place, rows in ())",
         (*TRAPPED, "index_permutes"),
     ),
     Mutant(
@@ -3615,8 +3615,8 @@ BY_MARKS = [
     Mutant(
         "reshapes of another size are not looked at",
         MOVES,
-        "for place, before, after in self.views]\n",
-        "for place, before, after in ()]\n",
+        "for place, before, after in self.views:\n",
+        "for place, before, after in ():\n",
         (*TRAPPED, "reshape"),
     ),
     Mutant(
@@ -3700,7 +3700,7 @@ BY_MARKS = [
         "a copy of a model notes its calls in the model's place",
         FORWARDS,
         "    def __reduce__(self)",
-        "    def __deepcopy__(self, memo: Any) -> ModelCalls:\n        return self\n\n    def __reduce__(self)",
+        "    def __deepcopy__(self, memo: Any) -> CallHook:\n        return self\n\n    def __reduce__(self)",
         (*PARTS, "copy_of_a_model"),
     ),
     Mutant(

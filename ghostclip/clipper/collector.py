@@ -85,13 +85,13 @@ class TermReceiver(ABC):
     def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
         # Saved inputs still know their history; what is held must not keep that part of the graph alive.
-        inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
+        inputs = tuple(map(Tensor.detach, inputs))
         parts, regrouping = self._parts[id(call)], self.layout.regrouping.get(id(call))
         with full_precision(grad.device):
             if regrouping is None and self.takes_pairs and self._may_pair(call, parts):
                 pair = call.linear_pair(inputs, grad)
                 if pair is not None:
-                    self._take_pair([parts[name] for name in pair.names], pair)
+                    self._take_pair(list(parts.values()), pair)
                     return
             # The largest parameter first: the tensors that its term keeps are there for the smaller ones. One term at a
             # time: what it made for itself is freed before the next.

@@ -46,8 +46,8 @@ SQUARE_REMEDY = (
     "give outputs [B, 1] and labels [B] one shape, by outputs[:, 0] for instance, or average each text's token losses"
 )
 TOKENS_REMEDY = (
-    "average token losses [B, T] over each text's own tokens, (losses * mask).sum(1) / mask.sum(1), since .mean(1) "
-    "counts the padding"
+    "average over all dimensions but the first, losses.flatten(1).mean(1); of padded texts over each one's own tokens, "
+    "(losses * mask).sum(1) / mask.sum(1)"
 )
 
 

@@ -25,7 +25,7 @@ from ghostclip.graph.nodes import inputs_first
 from ghostclip.graph.overwritten import NOT_FIRST, OverwrittenForward, overwriting
 from ghostclip.sharding.hooks import hooked_since
 
-__all__ = ["ModelCalls", "check_loss_function", "forward_of", "without_ranks"]
+__all__ = ["CallHook", "ModelCalls", "check_loss_function", "forward_of", "without_ranks"]
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -88,13 +88,30 @@ class _Call(NamedTuple):
     number: int
 
 
+class CallHook:
+    """The hook of a model by which its calls are noted, which keeps nothing alive; `unwrap` takes it off.
+
+    A copy of the model, or one that was stored, has one that notes nothing.
+    """
+
+    ghost_hook = True
+
+    def __init__(self, calls: ModelCalls | None) -> None:
+        self._calls = None if calls is None else weakref.ref(calls)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._calls is not None and (calls := self._calls()) is not None:
+            calls.note(args, kwargs)
+
+    def __reduce__(self) -> tuple[type, tuple[None]]:
+        return CallHook, (None,)
+
+
 class ModelCalls:
     """Notes the last calls of a model, to run those behind some losses again where no loss function is known.
 
-    It is a hook of the model. A copy of the model, or one that was stored, has one without a model, which does nothing.
-
     Args:
-        model: whose calls are noted.
+        model: whose calls are noted, by a `CallHook`.
 
     Attributes:
         noting: whether calls are noted; not where the loss function is known.
@@ -104,15 +121,23 @@ class ModelCalls:
     # The inputs of so many are kept. Who calls its model more often for one batch has to give a loss function.
     MOST = 8
 
-    def __init__(self, model: nn.Module | None) -> None:
-        self._model = None if model is None else weakref.ref(model)
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
         self._calls: deque[_Call] = deque(maxlen=self.MOST)
         self._registered, self._used = RemovableHandle.next_id, True
-        if model is not None:
-            model.register_forward_pre_hook(self, with_kwargs=True)
+        self._take_off = weakref.finalize(
+            self, model.register_forward_pre_hook(CallHook(self), with_kwargs=True).remove
+        )
+        self._take_off.atexit = False
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._model is None or not torch.is_grad_enabled() or TRYING.get() or torch.compiler.is_compiling():
+    def detach(self) -> None:
+        """Takes the hook off the model, and forgets what was noted."""
+        self._take_off()
+        self._calls.clear()
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes a call of the model with these arguments."""
+        if not torch.is_grad_enabled() or TRYING.get() or torch.compiler.is_compiling():
             return
         if self._used:
             self._registered, self._used = RemovableHandle.next_id, False
@@ -123,9 +148,6 @@ class ModelCalls:
         if not all(isinstance(each, Tensor) and not each.requires_grad for each in (*args, *kwargs.values())):
             args, kwargs = tree_map(_alone, (args, kwargs))
         self._calls.append(_Call(args, kwargs, torch._C._autograd._get_sequence_nr()))
-
-    def __reduce__(self) -> tuple[type, tuple[None]]:
-        return ModelCalls, (None,)
 
     def hooked(self) -> bool:
         """Whether a hook was registered since the first call after the last backward, on a tensor perhaps."""
@@ -145,7 +167,7 @@ class ModelCalls:
         return functools.partial(self._run, calls) if calls else None
 
     def _run(self, calls: Sequence[_Call], half: int, examples: int) -> Sequence[Tensor]:
-        model = None if self._model is None else self._model()
+        model = self._model()
         assert model is not None
         found, rows = list[Tensor](), overwriting(half, examples)
         with without_trace(model):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ghostclip.clipper.forwards import ModelCalls
+from ghostclip.clipper.forwards import CallHook
 
 __all__ = ["CompileRequest", "ModelState", "capacity_for", "function_key", "pad", "settings_of"]
 
@@ -146,7 +146,7 @@ class ModelState:
         """The name of a module with hooks, which want to be called at each step; None where there is none."""
         for name, module in self._model.named_modules():
             hooks = [hook for kind in HOOKS for hook in (vars(module).get(kind) or {}).values()]
-            if not all(isinstance(hook, ModelCalls) or _collects(hook) for hook in hooks) or _has_global_hooks():
+            if not all(isinstance(hook, CallHook) or _collects(hook) for hook in hooks) or _has_global_hooks():
                 return name or "the model"
         return None
 

@@ -206,7 +206,8 @@ class Release:
             self.ranks.agree({"same": {"whether the batch is discarded": discarded}}, last=discarded)
 
     def detach(self) -> None:
-        """Takes the hooks off the optimizer."""
+        """Takes the hooks off the optimizer and the model."""
+        self.clipper.calls.detach()
         for undo in self._undo:
             undo()
 

@@ -52,13 +52,11 @@ class Movements:
 
     def moved(self, uses: Uses, examples: int) -> bool:
         """Whether some operation moves the examples in this batch."""
-        views = [(uses.nodes[place], before, after) for place, before, after in self.views]
-        moved = [
-            _unit(node.next_functions[0], before, examples) != _unit((node, 0), after, examples)
-            for node, before, after in views
-        ]
-        moved += [_moves(uses.nodes[place], rows, examples) for place, rows in self.indexed]
-        return any(moved)
+        for place, before, after in self.views:
+            node = uses.nodes[place]
+            if _unit(node.next_functions[0], before, examples) != _unit((node, 0), after, examples):
+                return True
+        return any(_moves(uses.nodes[place], rows, examples) for place, rows in self.indexed)
 
 
 def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Collection[Any] = ()) -> Movements | None:
@@ -172,10 +170,12 @@ def _dims_from_last(edges: Iterable[Edge], owned: Mapping[Edge, Owned]) -> set[i
 
 def _unit(edge: Edge, rows: Rows, examples: int) -> int | None:
     """How many numbers in a row, as they lie in order, belong to one example; None where that can't be said."""
-    shape = _shape(edge)
+    node, number = edge  # looked at as `_shape` does, in every batch
+    call = getattr(node, "call", None)
+    shape = call.shape if isinstance(call, LayerCall) else node._input_metadata[number].shape
     if rows.dim >= len(shape) or shape[rows.dim] % examples:
         return None
-    return shape[rows.dim + 1 :].numel() * (shape[rows.dim] // examples if rows.order == "example" else 1)
+    return math.prod(shape[rows.dim + 1 :]) * (shape[rows.dim] // examples if rows.order == "example" else 1)
 
 
 def _subject(node: Any, word: str) -> Edge:

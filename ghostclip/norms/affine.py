@@ -41,9 +41,9 @@ class LinearPair:
 
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
         """``sum_i weights[i] * gradient[i]`` for each name, for weights [B]."""
-        left = to_float32(self.left)
-        scaled = (left * weights.to(left.dtype).unsqueeze(1)).t()
-        return [scaled.sum(1) if name == "bias" else scaled @ to_float32(self.right) for name in self.names]
+        right = to_float32(self.right)
+        scaled = (self.left * weights.to(right.dtype).unsqueeze(1)).t()
+        return [scaled.sum(1) if name == "bias" else scaled @ right for name in self.names]
 
     def keep_only(self, keep: Tensor) -> LinearPair:
         """The same with zeros for examples where ``keep`` [B] is False."""

@@ -20,9 +20,9 @@ from ghostclip import GhostClipError, GradientLeakError, LossShapeError, StaleIn
     ("wrong", "remedy"),
     [
         (lambda out: out.sum(1, keepdim=True), r"take \[:, 0\] of them"),
-        (lambda out: out, "average token losses"),
+        (lambda out: out, "average over all dimensions but the first"),
         (lambda out: out.mean(), "reduction=.none."),
-        (lambda out: out.sum(1).unsqueeze(0), "average token losses"),
+        (lambda out: out.sum(1).unsqueeze(0), "average over all dimensions but the first"),
         (lambda out: F.mse_loss(out, torch.zeros_like(out)), "reduction=.none."),
     ],
     ids=["[B, 1]", "[B, 2]", "scalar", "[1, B]", "mean loss"],

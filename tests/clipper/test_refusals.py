@@ -71,6 +71,12 @@ ELSEWHERE = (
 X = torch.linspace(-1, 2, 4 * 6 * 3).view(4, 6, 3)
 
 
+def scripted(layer: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(layer)
+
+
 def losses(output: Tensor) -> Tensor:
     return output.float().square().flatten(1).mean(1)
 
@@ -230,6 +236,8 @@ ROWS: dict[str, Row] = {
         lambda: wrap(one(nn.BatchNorm1d(6, track_running_stats=False).eval())), "layer: BatchNorm1d",
         "mean and variance of the batch", "it has no running statistics for eval mode"),
     "copies": (lambda: wrap(one(nn.DataParallel(nn.Linear(3, 3)))), "layer: DataParallel", "in threads", "its .module"),
+    "scripted": (lambda: wrap(scripted(nn.Linear(3, 3))), "RecursiveScriptModule", "compiled by torch.jit",
+                 "give the model that it was made of"),
     "lazy": (lambda: wrap(one(nn.LazyLinear(3))), "layer: LazyLinear", "has no sizes yet", "run one batch through"),
     "statistics": (lambda: wrap(one(tracking())), "layer: Identity", "private data", "set track_running_stats=False"),
     "complex": (lambda: wrap(one(nn.Linear(3, 3, dtype=torch.cfloat))), "layer: Linear", "has complex parameters",
@@ -332,7 +340,7 @@ ROWS: dict[str, Row] = {
                   "not [4, 4]", "give outputs [B, 1] and labels [B] one shape, by outputs[:, 0]"),
     "one column": (lambda: clip(one(nn.Linear(3, 1)), X[:, 0], torch.square), "", "not [4, 1]", "take [:, 0] of them"),
     "tokens' losses": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: h.sum(2)), "", "not [4, 6]",
-                       "average token losses [B, T]"),
+                       "average over all dimensions but the first"),
     "whole numbers": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: torch.ones(4, dtype=torch.int64)), "",
                       "got torch.int64", "must be floating point"),
     "too large a scale": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: losses(h).half(), loss_scale=2.0**17), "",
@@ -347,7 +355,7 @@ ROWS: dict[str, Row] = {
     "check: loss": (lambda: mixed(one(nn.Linear(3, 3)), lambda m, x: losses(m(x)) / losses(m(x)).sum()),
                     "the model itself", "depends on the data of example", "compute each loss from its own example"),
     "check: shape": (lambda: mixed(one(nn.Linear(3, 3)), lambda m, x: m(x)), "the model itself", "not [4, 6, 3]",
-                     "average token losses"),
+                     "average over all dimensions but the first"),
     "check: no losses": (lambda: mixed(one(nn.Linear(3, 3)), lambda m, x: None), "", "got NoneType", "a `return`"),
     "check: dimension 0": (lambda: mixed(one(nn.GRU(3, 3)), lambda m, x: losses(m(x)[0])), "layer: GRU",
                            "depends on the data of example 0", "build it with batch_first=True, or transpose"),

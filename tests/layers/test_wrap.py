@@ -1,5 +1,9 @@
 """wrap, unwrap, check: every obstacle in one error, and everything but the classes stays as it was."""
 
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 from case_models import cnn, transformer
@@ -20,6 +24,39 @@ OBSTACLES = {
     "BatchNorm of no statistics": (lambda: nn.BatchNorm1d(4, track_running_stats=False).eval(), "GroupNorm"),
     "LazyLinear": (lambda: nn.LazyLinear(4), "batch"),
 }
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_model_is_refused():
+    model = nn.Sequential(nn.Linear(3, 4))
+    for scripted in (torch.jit.script(model), torch.jit.trace(model, torch.ones(2, 3))):
+        assert all("torch.jit" in str(finding) for finding in ghostclip.check(scripted))
+        with pytest.raises(UnsupportedModelError, match=r"give the model that it was made of"):
+            ghostclip.wrap(scripted)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_an_unwrapped_model_needs_nothing_of_this_package():
+    model = nn.Sequential(nn.Linear(3, 4))
+    clipper = ghostclip.GhostClipper(model)
+    assert model._forward_pre_hooks
+    ghostclip.unwrap(model)
+    assert not model._forward_pre_hooks
+    assert not model._forward_pre_hooks_with_kwargs
+    assert b"ghostclip" not in pickle.dumps(model)
+    torch.jit.script(model)
+    clipper.calls.detach()  # whose hook is gone already
+
+
+def test_a_clipper_that_is_gone_leaves_no_hook_and_no_inputs():
+    model = nn.Sequential(nn.Linear(3, 4))
+    clipper = ghostclip.GhostClipper(model)
+    model(inputs := torch.ones(2, 3))
+    kept = weakref.ref(inputs)
+    del clipper, inputs
+    gc.collect()
+    assert not model._forward_pre_hooks
+    assert kept() is None
 
 
 @pytest.mark.parametrize("name", OBSTACLES)
