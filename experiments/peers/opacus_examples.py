@@ -207,6 +207,9 @@ def gradient_error(example: Example, data: TensorDataset, state: Any) -> float:
             )
         )
         next_batch = next(iter(loader))
+        if len(next_batch[0]) < example.batch_size:  # our first one has an example less
+            loader.discard()
+            next_batch = next(iter(loader))
         order = torch.stack([(batch[0] == row).flatten(1).all(1) for row in next_batch[0]]).int().argmax(1)
         assert sorted(order.tolist()) == list(range(example.batch_size)), "the batch isn't all of the data"
         example.loss(model, next_batch).backward()

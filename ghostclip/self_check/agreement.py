@@ -145,10 +145,11 @@ def untrained(
     watched: list[tuple[float, str, Tensor, Tensor]] = []
     for name, parameter in trained:
         if parameter in held and rates[parameter] and parameter.grad is not None:
-            slopes, values = local_part(parameter.grad).reshape(-1).abs(), local_part(parameter).view(-1)
+            slopes, values = local_part(parameter.grad).abs(), local_part(parameter)
             if slopes.numel():
-                place = int(slopes.argmax())
-                watched.append((float(slopes[place]), name, values[place], values[place].clone()))
+                place = torch.unravel_index(slopes.argmax(), slopes.shape)
+                number = values[tuple(map(int, place))]  # a view, also where the parameter isn't contiguous
+                watched.append((float(slopes.max()), name, number, number.clone()))
     largest = max((slope for slope, *_ in watched), default=0.0)
     watched = [each for each in watched if each[0] > FLOOR * largest]
     not_held = [name for name, parameter in trained if parameter not in held]

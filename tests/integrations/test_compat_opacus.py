@@ -209,32 +209,66 @@ def test_outputs_that_do_not_show_their_examples_are_refused_at_first(monkeypatc
 
 
 class Prototypes(nn.Module):
-    """Features of the examples, and a vector for each of as many classes as a batch has examples."""
+    """Features of the examples, and a vector for each class."""
 
-    def __init__(self, table: bool) -> None:
+    def __init__(self, table: bool, count: int) -> None:
         super().__init__()
         self.features = nn.Linear(5, 4)
-        self.classes = nn.Embedding(6, 4) if table else nn.Parameter(torch.zeros(6, 4))
+        self.classes = nn.Embedding(count, 4) if table else nn.Parameter(torch.zeros(count, 4))
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        classes = self.classes(torch.arange(6)) if isinstance(self.classes, nn.Embedding) else self.classes
-        return self.features(inputs), classes
+        is_table = isinstance(self.classes, nn.Embedding)
+        return self.features(inputs), self.classes(torch.arange(len(self.classes.weight))) if is_table else self.classes
+
+
+def of_one_size(model: nn.Module) -> tuple[nn.Module, Any, Any]:
+    """Private training in batches of six, the first of which has five examples."""
+    data = TensorDataset(torch.randn(12, 5), torch.arange(12) % 5)
+    return PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=6), noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.filterwarnings("ignore:the DataLoader's .* is replaced")
 def test_an_output_of_the_batch_s_size_without_a_row_for_each_example_is_refused(table: bool) -> None:
-    model = Prototypes(table)
-    data = TensorDataset(torch.randn(12, 5), torch.arange(12) % 6)
-    engine, optimizer = PrivacyEngine(), torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=6), noise_multiplier=1.0,
-        max_grad_norm=1.0, poisson_sampling=False,
-    )  # fmt: skip
+    model, optimizer, loader = of_one_size(Prototypes(table, 5))
     inputs, targets = next(iter(loader))
     features, classes = model(inputs)
     nn.functional.cross_entropy(features @ classes.T, targets).backward()
-    with pytest.raises(LossShapeError, match=r"shape \[6, 4\] for one example less than 6, too"):
+    with pytest.raises(LossShapeError, match=r"shape \[5, 4\] for one example less than 5, too"):
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:the DataLoader's .* is replaced")
+def test_a_forward_of_public_rows_as_many_as_a_batch_has_is_refused_in_the_first_one() -> None:
+    model, optimizer, loader = of_one_size(nn.Linear(5, 4))
+    inputs, targets = next(iter(loader))
+    nn.functional.cross_entropy(model(inputs) @ model(torch.randn(6, 5)).T, targets).backward()
+    with pytest.raises(LossShapeError, match=r"shape \[6, 4\], but the physical batch has 5 examples"):
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:the DataLoader's .* is replaced")
+def test_batches_of_one_size_have_one_example_less_now_and_then() -> None:
+    model, optimizer, loader = of_one_size(nn.Linear(5, 5))
+    sizes = []
+    for _ in range(9):
+        for inputs, targets in loader:
+            sizes.append(len(inputs))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+    assert sizes == [5, *[6] * 15, 5, 6]
+
+
+def test_a_forward_before_the_loop_s_own_is_no_forward_of_examples() -> None:
+    model, optimizer, loader = private(PrivacyEngine(), "words", layers)
+    for batch in loader:
+        model(batch[0][:1])  # to see the shape of what it returns
+        optimizer.zero_grad()
+        mean_loss(model, batch).backward()
         optimizer.step()
 
 

@@ -8,6 +8,7 @@ two passes of `ghostclip.clipper` run on these losses when the optimizer steps.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
@@ -108,7 +109,9 @@ class ScalarLosses:
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         own = [leaves[place] for place in places]
         if (key := tuple(places)) not in self._fixed and self._engine.rows > 1 and self._batch_dims == (0,):
-            self._fixed[key] = self._fixed_in(module, args, kwargs, places, own)
+            fixed = self._fixed_in(module, args, kwargs, places, own)
+            if fixed is not None:
+                self._fixed[key] = fixed
         forward = _Forward(self, turn, own, inputs, self._fixed.get(key, ()))
         for place, output in zip(places, _Cut.apply(forward, PROBE, *inputs), strict=True):
             leaves[place] = output
@@ -120,12 +123,19 @@ class ScalarLosses:
 
     def _fixed_in(
         self, module: nn.Module, args: Any, kwargs: Any, places: list[int], outputs: list[Tensor]
-    ) -> Collection[int]:
-        """Which outputs are as large for one example less; none where the model can't be tried with what is left."""
+    ) -> Collection[int] | None:
+        """Which outputs are as large for one example less; none where the model can't be tried with what is left.
+
+        None where the forward isn't given the batch's examples, as one of ``torch.zeros(1, 6)`` before the loop's.
+        """
         rows, left = self._engine.rows, range(self._engine.rows - 1)
         try:
+            less = cut(args, rows, left), cut(kwargs, rows, left)
+            before, after = tree_flatten((args, kwargs))[0], tree_flatten(less)[0]
+            if len(before) == len(after) and all(map(operator.is_, before, after)):
+                return None
             with without_trace(module), torch.no_grad():
-                fewer, _ = tree_flatten(module(*cut(args, rows, left), **cut(kwargs, rows, left)))
+                fewer, _ = tree_flatten(module(*less[0], **less[1]))
         except Exception:  # whatever a model has against such a batch
             return ()
         sizes = [each.shape if isinstance(each, Tensor) else None for each in fewer]

@@ -17,6 +17,9 @@ from ghostclip.sampling.schemes import Poisson, WithoutReplacement
 
 __all__ = ["CoreEngine", "expected_batch_size"]
 
+# Of batches of one size one in so many has an example less.
+SMALLER = 16
+
 
 def expected_batch_size(examples: int, steps: int) -> int:
     """How many examples Opacus expects in a batch: the data set's size over the loader's length, rounded down."""
@@ -37,7 +40,12 @@ class LoaderPoisson(Poisson):
 
 @dataclass(frozen=True)
 class LoaderWithoutReplacement(WithoutReplacement):
-    """Exactly ``drawn`` different examples, drawn anew each time; ``batch_size`` is the denominator only."""
+    """``drawn`` different examples, drawn anew each time; ``batch_size`` is the denominator only.
+
+    The first batch, and every 16th after it, has one less, and is charged as the others. An output of the model that
+    has as many rows as a batch by chance, as those of ten public class descriptions, has another number in these, and
+    is refused.
+    """
 
     drawn: int = 1
 
@@ -49,6 +57,11 @@ class LoaderWithoutReplacement(WithoutReplacement):
     def count(self, generator: np.random.Generator) -> int:
         """``drawn``."""
         return self.drawn
+
+    def draw(self, generator: np.random.Generator, step: int = 0) -> list[int]:
+        """See `Scheme.draw`."""
+        less = int(self.drawn > 1 and step % SMALLER == 0)
+        return np.sort(generator.choice(self.population, self.drawn - less, replace=False, shuffle=False)).tolist()
 
     @property
     def largest(self) -> int:
