@@ -31,8 +31,9 @@ def head_of(model: nn.Module) -> nn.Linear | None:
     """The output layer, if it isn't trained and gives the logits that the model returns; else None."""
     find = getattr(base_model(model), "get_output_embeddings", None)
     head = None if find is None else find()
-    # A compiled graph has one number of tokens.
-    return head if is_frozen_head(head) and head not in _not_last and not is_traced() else None
+    # A compiled graph has one number of tokens; so has the forward that is measured for it.
+    compiled = is_traced() or torch.compiler.is_compiling()
+    return head if is_frozen_head(head) and head not in _not_last and not compiled else None
 
 
 def head_input(head: nn.Linear, logits_of: Callable[[], Tensor]) -> Tensor | None:

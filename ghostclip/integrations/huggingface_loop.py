@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ghostclip.errors import PrivacyError
 from ghostclip.sampling import LogicalBatch
 
 if TYPE_CHECKING:
@@ -96,7 +97,16 @@ class Hooks(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """After Trainer has loaded its part of a checkpoint."""
+        """After Trainer has loaded its part of a checkpoint.
+
+        Raises:
+            PrivacyError: gradient_accumulation_steps was changed, by which Trainer would count no step.
+        """
+        if args.gradient_accumulation_steps != 1:
+            raise PrivacyError(
+                "gradient_accumulation_steps was changed after the trainer was built, whose logical batches are made "
+                "for what it was then; build a trainer with the new TrainingArguments"
+            )
         self._trainer.build_engine(kwargs["train_dataloader"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -132,6 +132,8 @@ def check_trainer(trainer: Trainer) -> None:
             "accelerate was configured to shard the model (DeepSpeed or FSDP), and norms need whole layers; configure "
             "DistributedDataParallel, which torchrun starts"
         )
+    if trainer.accelerator.mixed_precision == "fp16":  # as by `accelerate launch --mixed_precision fp16`
+        raise PrivacyError(f"accelerate was configured for float16, which {REFUSED['fp16'][1]}")
     changed = [(owner, name) for name in REPLACED for owner in type(trainer).__mro__
                if name in vars(owner) and owner.__module__.partition(".")[0] not in LIBRARIES]  # fmt: skip
     for owner, name in changed:

@@ -26,7 +26,8 @@ __all__ = ["Loaded", "LoadedRows", "rows_of"]
 class Loaded(NamedTuple):
     """A batch, and the random states after its collate function ran.
 
-    ``lengths`` count what each row's example holds; [] where examples are not read one by one.
+    ``lengths`` count what each row's example holds; [] where examples are not read one by one. ``drew``: whether the
+    collate function drew random numbers, or the data set for all rows together.
     """
 
     batch: Any
@@ -70,22 +71,25 @@ class LoadedRows:
     def load(self, index: Sequence[int]) -> Loaded:
         """The batch of the rows in the places ``index``, in this order; a row may come several times."""
         with trying(), drawing_from(random_states()):
-            examples = self._fetch([self.rows[place] for place in index])
-            is_list = isinstance(examples, list) and len(examples) == len(index)
-            lengths = [length_of(example) for example in examples] if is_list else []
+            examples, drew = self._fetch([self.rows[place] for place in index])
+            lengths = [length_of(example) for example in examples] if _are_single(examples, index) else []
             before = _seeded(self.seed)
             batch = self.transform(self.collate(examples))
             after = random_states()
-        return Loaded(batch, lengths, after, after != before)
+        return Loaded(batch, lengths, after, drew or after != before)
 
-    def _fetch(self, rows: list[int]) -> Any:
-        """The examples; at once where the data set reads several at once and draws no random numbers for it."""
+    def _fetch(self, rows: list[int]) -> tuple[Any, bool]:
+        """The examples, and whether random numbers were drawn for all of them together.
+
+        They are read at once where the data set reads several at once, and draws no random numbers for it, or gives
+        them as one batch.
+        """
         if several := getattr(self.dataset, "__getitems__", None):
             before = _seeded(self.seed)
-            examples = several(rows)
-            if random_states() == before:
-                return examples
-        return [self._example(row) for row in rows]
+            examples, drew = several(rows), random_states() != before
+            if not drew or not _are_single(examples, rows):
+                return examples, drew
+        return [self._example(row) for row in rows], False
 
     def _example(self, row: int) -> Any:
         """One example, read once: reading may take long, and a collate function may change what it gets."""
@@ -99,6 +103,11 @@ class LoadedRows:
             return copy.deepcopy(example, {id(tensor): tensor.clone() for _, tensor in tensors_of(example, 0)})
         except Exception:  # what can't be copied is read each time
             return self.read.pop(row)
+
+
+def _are_single(examples: Any, rows: Sequence[int]) -> bool:
+    """Whether what a data set gave for some rows is a list of one example for each."""
+    return isinstance(examples, list) and len(examples) == len(rows)
 
 
 def rows_of(batch: Any, examples: int) -> LoadedRows:

@@ -169,7 +169,7 @@ class MixingTest:
             except Exception as error:  # a loss function need not take batches of every size
                 self._say(f"losses of a smaller batch can't be compared ({type(error).__name__}: {error})")
         elif trial.first.loaded.drew:
-            self._say(f"the collate function {UNTESTED}")
+            self._say(f"the collate function, or the data set for several rows at once, {UNTESTED}")
         else:  # as augmentation in the loss function does, mostly of rows that have one size
             log.info("self-check: the loss function, or a model in eval mode, %s", UNTESTED)
         for part in parts:

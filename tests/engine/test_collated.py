@@ -129,7 +129,7 @@ def test_of_a_collate_function_that_draws_it_is_said_once_what_is_not_tested(cap
     training = HONEST["tokens_masked_at_random"]()
     with caplog.at_level(logging.WARNING, "ghostclip"):
         train(engine_of(training), training[2])
-    assert sum("the collate function draws random numbers" in said for said in caplog.messages) == 1
+    assert sum("for several rows at once, draws random numbers" in said for said in caplog.messages) == 1
     caplog.clear()
     training = HONEST["mean_pooling_with_a_mask"]()
     train(engine_of(training), training[2])

@@ -277,3 +277,21 @@ def test_detach_takes_everything_off() -> None:
     model(torch.ones(2, 3, dtype=torch.long)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert engine.accountant.history == [(0.0, 0.2, 5)]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_scaler_of_gradients_is_refused_before_anything_is_released(kind: Any) -> None:
+    model = nn.Linear(5, 2)
+    data = TensorDataset(torch.randn(12, 5), torch.arange(12) % 2)
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=kind(model.parameters(), lr=0.1), data_loader=DataLoader(data, batch_size=6),
+        noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    scaler = torch.amp.GradScaler("cpu")
+    inputs, targets = next(iter(loader))
+    scaler.scale(nn.functional.cross_entropy(model(inputs), targets)).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(PrivacyError, match="leave it out, and use bfloat16"):
+        scaler.step(optimizer)
+    assert not engine.accountant.history

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 
 from tiny_trainers import arguments, bert, charged, data, gpt2, labelled_text, repeatable, trainer  # noqa: E402
 
@@ -201,3 +201,17 @@ def test_unit_ids_are_values_or_a_column(tmp_path):
     assert subject.engine.sample_rate == pytest.approx(subject.batch_size / len(set(users)))
     with pytest.raises(ValueError, match="must be a column of train_dataset; it has no columns"):
         trainer(tmp_path / "other", privacy=repeatable(unit_ids="author")).train()
+
+
+def test_accumulation_that_is_changed_afterwards_is_refused(tmp_path):
+    made = trainer(tmp_path)
+    made.args.gradient_accumulation_steps = 4
+    with pytest.raises(PrivacyError, match="gradient_accumulation_steps was changed"):
+        made.train()
+
+
+def test_float16_of_accelerate_s_own_configuration_is_refused(tmp_path, monkeypatch):
+    built = accelerate.Accelerator
+    monkeypatch.setattr(built, "mixed_precision", "fp16")
+    with pytest.raises(PrivacyError, match="configured for float16, which needs a loss scale"):
+        trainer(tmp_path)

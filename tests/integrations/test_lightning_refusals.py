@@ -9,7 +9,12 @@ import lightning_runs as lr
 import private_runs as runs
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    SpikeDetection,
+)
 from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
 
 from ghostclip import LossShapeError, PrivacyError, UnsupportedModelError
@@ -23,6 +28,7 @@ SETTINGS = [
     ({"accumulate_grad_batches": 2}, "max_physical_batch_size="),
     ({"callbacks": [GradientAccumulationScheduler({0: 1, 4: 2})]}, "max_physical_batch_size="),
     ({"callbacks": [LearningRateFinder()]}, "tune on public data"),
+    ({"callbacks": [SpikeDetection()]}, "reads private losses"),
     ({"overfit_batches": 1}, "limit_train_batches"),
     ({"reload_dataloaders_every_n_epochs": 1}, "leave it out"),
     ({"precision": "16-true"}, "loss_scale"),

@@ -190,8 +190,32 @@ class Drawing(Features):
         return x + torch.randn(5, generator=self.generator), y
 
 
-MIXING |= {"mixup": of_features(features, mixup), "centred_where_the_data_set_reads_several": of_features(Transformed)}
-HONEST |= {"augmented_at_random": of_features(Augmented), "augmented_by_a_generator_of_its_own": of_features(Drawing)}
+class AtOnce(Features):
+    """Reads a batch at once, as two tensors, with noise for all of its examples; the collate function leaves it."""
+
+    def __getitems__(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+        x, y = default_collate([self.data[row] for row in rows])
+        return x + torch.randn_like(x), y
+
+
+class MixedAtOnce(AtOnce):
+    def __getitems__(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitems__(rows)
+        return 0.7 * x + 0.3 * x[torch.randperm(len(x))], y
+
+
+def as_read(batch: Any) -> Any:
+    return batch
+
+
+MIXING |= {
+    "mixup": of_features(features, mixup), "centred_where_the_data_set_reads_several": of_features(Transformed),
+    "mixup_where_the_data_set_reads_a_batch": of_features(MixedAtOnce, as_read),
+}  # fmt: skip
+HONEST |= {
+    "augmented_at_random": of_features(Augmented), "augmented_by_a_generator_of_its_own": of_features(Drawing),
+    "augmented_where_the_data_set_reads_a_batch": of_features(AtOnce, as_read),
+}  # fmt: skip
 
 
 # Batches of every structure, in which a model takes the mean of the batch away.

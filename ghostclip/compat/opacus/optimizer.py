@@ -41,6 +41,9 @@ class DPOptimizer(Optimizer):
         step_hook: called with this optimizer before each update, when noisy gradients are in place; or None.
     """
 
+    # So that torch's GradScaler calls `step` at once, which refuses it.
+    _step_supports_amp_scaling = True
+
     def __init__(
         self, optimizer: Optimizer, engine: CoreEngine, losses: ScalarLosses, *,
         loss_reduction: str, expected_batch_size: int,
@@ -132,6 +135,11 @@ class DPOptimizer(Optimizer):
             GradientLeakError: gradients came from elsewhere than the private loss.
             UnsupportedModelError: the model can't be clipped exactly.
         """
+        if "grad_scale" in vars(self):
+            raise PrivacyError(
+                "GradScaler scales the losses, so that all gradients are clipped; leave it out, and use bfloat16, or "
+                "for float16 ghostclip.PrivacyEngine(loss_scale=...)"
+            )
         result = None
         if closure is not None:
             with torch.enable_grad():

@@ -9,7 +9,12 @@ from typing import Any
 import lightning
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDevice
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    SpikeDetection,
+)
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessing
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -56,6 +61,8 @@ def check_trainer(trainer: Any, module: lightning.LightningModule, options: Mapp
         "a tuner (lr_find, scale_batch_size, LearningRateFinder, BatchSizeFinder) takes steps on the data and forgets "
         "them; tune on public data, and leave it out of a private fit":
             any(isinstance(each, BatchSizeFinder | LearningRateFinder) for each in trainer.callbacks),
+        "SpikeDetection reads private losses, and leaves out batches by them; leave it out":
+            any(isinstance(each, SpikeDetection) for each in trainer.callbacks),
         f"the strategy {strategy.__name__} begins a fit in new processes (ddp_spawn, ddp_fork, ddp_notebook), of which "
         "this one doesn't learn what was spent; use 'ddp'": isinstance(trainer.strategy.launcher, MultiProcessing),
         "a compiled LightningModule can't be clipped; give fit the module itself":
