@@ -56,11 +56,6 @@ class Mechanism(Noise):
         chosen = self._plan.correlation
         return None if chosen is None else history_of(chosen.matrix, chosen.steps)
 
-    @property
-    def draws(self) -> int:  # type: ignore[override]
-        """As the source counts them."""
-        return self._source.draws
-
     def begin(self, step: int) -> None:
         """A new mechanism, whose first step is the model's step of that number."""
         self.end()
@@ -100,14 +95,6 @@ class Mechanism(Noise):
     def growth(self) -> float:
         """See `Noise.growth`."""
         return 1.0 if self._history is None else self._history.growth(max(1, self._charged()))
-
-    def generator(self, key: bytes | None = None) -> Any:
-        """See `Noise.generator`."""
-        return self._source.generator(key)
-
-    def generator_on(self, device: torch.device) -> str:
-        """See `Noise.generator_on`."""
-        return self._source.generator_on(device)
 
     @property
     def _shards(self) -> Sharding | None:

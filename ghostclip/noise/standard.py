@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ghostclip.noise.gaussian import ChaCha, Normal, normal_on
 from ghostclip.noise.release import Noise, check_release, on_flat
-from ghostclip.validate import nonnegative
 
 __all__ = ["StandardNoise"]
 
@@ -40,14 +39,6 @@ class StandardNoise(Noise):
     def __reduce__(self) -> tuple:
         """A copy, or what another process unpickles, has streams of its own: two alike would cancel each other out."""
         return (StandardNoise, (self._seed,))
-
-    def fill(self, out: Tensor, std: float) -> None:
-        """Overwrites ``out`` [n], contiguous, with one release's noise; zeros for no noise."""
-        if nonnegative(std=std) == 0:
-            out.zero_()
-        else:
-            self.draws += 1
-            self._stream(out.device).fill(out, std)
 
     def release(self, sums: Sequence[Tensor], std: float, divisor: float = 1.0) -> list[Tensor]:
         """See `Noise.release`; sums are overwritten where that is faster."""
