@@ -37,6 +37,7 @@ COMMANDS = {
 EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "safetensors", "tqdm"), "cli")
 # What to do about an error of the system.
 REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place that you may write to")
+REMEDIES |= dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "choose another place")
 REMEDIES |= {errno.ENOSPC: "free some space on that disk, or choose another place", errno.ENOENT: "check the path"}
 MISTAKE, INTERRUPTED, READER_GONE = 2, 130, 141
 

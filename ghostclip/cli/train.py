@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,8 +111,7 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
 def run_train(arguments: argparse.Namespace) -> int:
     """Trains, compares, prints, writes the report."""
     if arguments.report is not None:
-        with _report_in(arguments.report):
-            report.prepare(arguments.report)
+        report.prepare(arguments.report)
     keeping = _keeping_of(arguments)
     seeds = _seeds_of(arguments)
     set_threads(arguments)
@@ -141,9 +138,8 @@ def run_train(arguments: argparse.Namespace) -> int:
     try:
         if told:
             log.info("writing the report to %s", arguments.report)
-            with _report_in(arguments.report):
-                page = report.write(record, arguments.report)
-                _save_weights(outcomes[0], arguments.report)
+            page = report.write(record, arguments.report)
+            _save_weights(outcomes[0], arguments.report)
     finally:  # what was trained is shown in any case, since it may have taken hours
         if arguments.json:
             print_json(report.figures(record) | {"report": str(page) if page else None})
@@ -158,19 +154,6 @@ def _save_weights(outcome: Outcome, folder: Path) -> None:
 
     weights = {name: tensor.contiguous() for name, tensor in outcome.model.state_dict().items()}
     save_file(weights, folder / WEIGHTS)
-
-
-@contextmanager
-def _report_in(folder: Path) -> Iterator[None]:
-    """Raises UsageError where the report can't be written."""
-    try:
-        yield
-    except OSError as error:
-        why = str(error)  # one of ours, with a remedy
-        if error.strerror is not None:
-            free = "free some space there, or " if error.errno == errno.ENOSPC else ""
-            why = f"{error.strerror}; {free}choose another folder"
-        raise UsageError(f"no report can be written to {folder}: {why}") from error
 
 
 def _trained(

@@ -131,10 +131,8 @@ def test_calibrated_noise_keeps_the_target_as_printed(capsys):
         (["train", *AUTO, "--method", "nonprivate"], "--method nonprivate takes no --max-physical-batch-size"),
         (["audit", *AUTO], "the audit takes a number as --max-physical-batch-size"),
         (["train", "--seeds", "2", "--ledger", "led"], "--seeds 2 and --ledger don't go together; leave one out"),
-        (
-            ["train", "--report", "networks.py/report"],
-            "no report can be written to networks.py/report: Not a directory; choose another folder",
-        ),
+        (["train", "--report", "networks.py/report"], "networks.py/report: Not a directory; choose another place"),
+        (["train", "--report", "networks.py"], "networks.py: File exists; choose another place"),
         ([*AUDIT, "--method", "nxbp"], "whose methods are auto, cached, reweight; got --method nxbp"),
         ([*AUDIT, "--draws", "0", "--canaries", "0"], "leave nothing to audit"),
         ([*AUDIT, "--plot", "/nowhere/at/all.png"], "there is no folder /nowhere/at"),
