@@ -32,6 +32,10 @@ class CyclicPoisson(Poisson):
     """
 
     kind: ClassVar[type[CyclicPoissonGaussian]] = CyclicPoissonGaussian
+    described = (
+        "cyclic Poisson sampling (each {0.unit} is in one of {0.separation} groups for good, and in a batch of its "
+        "group with probability {0.turn_rate:.6g})"
+    )
     equal: ClassVar[bool] = False  # whether groups have equal sizes
     separation: int = 1
     groups: Any = field(default=None, compare=False, repr=False)
@@ -65,20 +69,13 @@ class CyclicPoisson(Poisson):
             self.turn_rate, noise_multiplier, relation=self.relation, unit=self.unit, separation=self.separation
         )
 
-    @property
-    def words(self) -> str:
-        """The way's name and who is in a batch."""
-        return (
-            f"cyclic Poisson sampling (each {self.unit} is in one of {self.separation} groups for good, and in a batch "
-            f"of its group with probability {self.turn_rate:.6g})"
-        )
-
 
 @dataclass(frozen=True)
 class Cyclic(CyclicPoisson):
     """Each unit is in one batch of every epoch, the same in each; batches are of about one size."""
 
     kind = CyclicGaussian
+    described = "cyclic batches (each {0.unit} once in {0.separation} steps, in an order drawn once)"
     equal = True
 
     def __post_init__(self) -> None:
@@ -97,11 +94,6 @@ class Cyclic(CyclicPoisson):
     def draw(self, generator: Any, step: int = 0) -> list[int]:
         """See `Scheme.draw`; nothing is random."""
         return self._members(step).tolist()
-
-    @property
-    def words(self) -> str:
-        """The way's name and who is in a batch."""
-        return f"cyclic batches (each {self.unit} once in {self.separation} steps, in an order drawn once)"
 
 
 def drawn_groups(scheme: CyclicPoisson, generator: Any) -> np.ndarray:

@@ -31,6 +31,7 @@ class Scheme(ABC):
     """
 
     kind: ClassVar[type[SampledRelease]]
+    described: ClassVar[str]
     population: int
     batch_size: int
     relation: str = "add_or_remove_one"
@@ -51,9 +52,9 @@ class Scheme(ABC):
         return min(self.population, self.batch_size + 6 * math.isqrt(self.batch_size) + 6)
 
     @property
-    @abstractmethod
     def words(self) -> str:
         """The way's name and who is in a batch, to go into a sentence."""
+        return self.described.format(self)
 
     def draw(self, generator: np.random.Generator, step: int = 0) -> list[int]:
         """The batch of a step: numbers of distinct units, ascending."""
@@ -75,15 +76,11 @@ class Poisson(Scheme):
     """Each unit is in a batch with probability ``batch_size / population``, independently of the others."""
 
     kind: ClassVar[type[SampledRelease]] = SampledGaussian
+    described = "Poisson sampling (each {0.unit} is in a batch with probability {0.sample_rate:.6g}; sizes vary)"
 
     def count(self, generator: np.random.Generator) -> int:
         """A binomial number: that of independent coins, one for each unit."""
         return int(generator.binomial(self.population, self.sample_rate))
-
-    @property
-    def words(self) -> str:
-        """The way's name and who is in a batch."""
-        return f"Poisson sampling (each {self.unit} is in a batch with probability {self.sample_rate:.6g}; sizes vary)"
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,7 @@ class WithoutReplacement(Scheme):
     """Exactly ``batch_size`` units, every set of them equally likely, drawn anew for every batch."""
 
     kind = FixedSizeGaussian
+    described = "sampling without replacement ({0.batch_size} different {0.unit}s, drawn anew for each batch)"
 
     def count(self, generator: np.random.Generator) -> int:
         """``batch_size``."""
@@ -101,17 +99,16 @@ class WithoutReplacement(Scheme):
         """``batch_size``."""
         return self.batch_size
 
-    @property
-    def words(self) -> str:
-        """The way's name and who is in a batch."""
-        return f"sampling without replacement ({self.batch_size} different {self.unit}s, drawn anew for each batch)"
-
 
 @dataclass(frozen=True)
 class Truncated(Poisson):
     """A Poisson sample, of which ``max_batch_size`` units are kept, drawn uniformly, where it has more."""
 
     kind = TruncatedGaussian
+    described = (
+        "truncated Poisson sampling (each {0.unit} is in a batch with probability {0.sample_rate:.6g}, before batches "
+        "of more than {0.max_batch_size} are cut down)"
+    )
     max_batch_size: int = 0
 
     def count(self, generator: np.random.Generator) -> int:
@@ -126,11 +123,3 @@ class Truncated(Poisson):
     @property
     def _cut(self) -> dict[str, Any]:
         return {"dataset_size": self.population, "max_batch_size": self.max_batch_size}
-
-    @property
-    def words(self) -> str:
-        """The way's name and who is in a batch."""
-        return (
-            f"truncated Poisson sampling (each {self.unit} is in a batch with probability {self.sample_rate:.6g}, "
-            f"before batches of more than {self.max_batch_size} are cut down)"
-        )
