@@ -234,7 +234,11 @@ def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
         )
     elif isinstance(module, torch_nn.modules.batchnorm._BatchNorm) and module.training:
         known = kind in BATCHNORM
-        remedy = instead_of_batchnorm(kind) if known else "use GroupNorm in its place, or keep it in eval mode"
+        remedy = (
+            instead_of_batchnorm(kind)
+            if known
+            else "use GroupNorm in its place, or keep it in eval mode (after model.train(), call its own .eval())"
+        )
         yield f"{kind} mixes the examples of a batch", remedy
     elif (
         module.training

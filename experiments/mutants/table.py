@@ -4077,8 +4077,90 @@ NOISE_OVER_STEPS = [
     ),
 ]
 
+WRAPPED = ("tests/layers/test_wrap.py", "-k")
+OPACUS = ("tests/integrations/test_compat_opacus.py", "-k")
+USED = [
+    Mutant(
+        "an unwrapped model keeps the hooks of clippers",
+        "ghostclip/wrap.py",
+        'getattr(hook, "ghost_hook", False)',
+        "False",
+        (*WRAPPED, "needs_nothing"),
+    ),
+    Mutant(
+        "a model keeps the inputs of clippers that are gone",
+        FORWARDS,
+        "weakref.ref(calls)\n",
+        "lambda: calls\n",
+        (*WRAPPED, "no_hook_and_no_inputs"),
+    ),
+    Mutant(
+        "scripted models are taken",
+        "ghostclip/wrap.py",
+        "isinstance(module, torch.jit.ScriptModule)",
+        "False",
+        (*WRAPPED, "scripted"),
+    ),
+    Mutant(
+        "batches of one size are all of that size",
+        "ghostclip/compat/opacus/core.py",
+        "step % SMALLER == 0",
+        "False",
+        (*OPACUS, "public_rows or one_size"),
+    ),
+    Mutant(
+        "a forward before the loop's own tells which outputs have no row for each example",
+        "ghostclip/compat/opacus/backward.py",
+        "all(map(operator.is_, before, after))",
+        "False",
+        (*OPACUS, "before_the_loop"),
+    ),
+    Mutant(
+        "GradScaler is taken",
+        "ghostclip/compat/opacus/optimizer.py",
+        '"grad_scale" in vars(self)',
+        "False",
+        ("tests/integrations/test_compat_opacus_refusals.py", "-k", "scaler"),
+    ),
+    Mutant(
+        "losses below a frozen head are measured in chunks for a graph without them",
+        "ghostclip/integrations/huggingface_heads.py",
+        "is_traced() or torch.compiler.is_compiling()",
+        "is_traced()",
+        ("tests/integrations/test_compiled_integrations.py", "-k", "frozen_head"),
+    ),
+    Mutant(
+        "accumulation may change after the trainer was built",
+        "ghostclip/integrations/huggingface_loop.py",
+        "args.gradient_accumulation_steps != 1:",
+        "False:",
+        ("tests/integrations/test_huggingface_options.py", "-k", "accumulation"),
+    ),
+    Mutant(
+        "the first entry of what a data set reads is its first example",
+        LOADING,
+        "not drew or not _are_single(examples, rows)",
+        "not drew",
+        (*COLLATED, "-k", "reads_a_batch"),
+    ),
+    Mutant(
+        "random numbers that a data set draws for several rows aren't seen",
+        LOADING,
+        "drew or after != before)",
+        "after != before)",
+        (*COLLATED, "-k", "reads_a_batch"),
+    ),
+    Mutant(
+        "a copy of a number is watched in the place of the parameter",
+        "ghostclip/self_check/agreement.py",
+        "number = values[tuple(map(int, place))]",
+        "number = values[tuple(map(int, place))].clone()",
+        ("tests/engine/test_self_check.py", "-k", "watched"),
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
     *SAME, *WITHIN, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *OF_COMPANY, *AROUND_THE_BATCH,
-    *DIFFERENTIATED_TWICE, *BY_MARKS, *CHOSEN_PRIVATELY, *NOISE_OVER_STEPS,
+    *DIFFERENTIATED_TWICE, *BY_MARKS, *CHOSEN_PRIVATELY, *NOISE_OVER_STEPS, *USED,
 ]  # fmt: skip

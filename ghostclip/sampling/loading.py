@@ -20,7 +20,9 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler
@@ -52,8 +54,12 @@ KEPT = (
     "worker_init_fn",
 )
 
-SHARED_OUT = ". Each process needs the whole dataset: the engine shares every logical batch out among them itself"
 REMEDY = "pass a plain DataLoader (shuffle=True or False), or the dataset itself with batch_size=..."
+INSTEAD: dict[Any, str] = {
+    DistributedSampler: ". Each process needs the whole dataset: the engine shares every logical batch out among them",
+    SubsetRandomSampler: ". For a part of the data give Subset(dataset, indices)",
+    WeightedRandomSampler: ". For rare classes weight the losses: cross_entropy(..., weight=weights, reduction='none')",
+}
 
 
 def size_of(dataset: Any) -> int:
@@ -112,6 +118,8 @@ def loaders_batch_size(loader: DataLoader[Any]) -> int:
 
 def check_sampling(loader: DataLoader[Any]) -> None:
     """Raises PrivacyError unless the loader takes single examples in order or shuffled, which can be replaced."""
+    if loader.batch_sampler is None:
+        raise PrivacyError(f"the DataLoader has batch_size=None, so that its data set makes the batches; {REMEDY}")
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     choices: list[tuple[Any, tuple[Any, ...]]] = [
         (type(loader).__iter__, (DataLoader.__iter__,)),
@@ -123,7 +131,7 @@ def check_sampling(loader: DataLoader[Any]) -> None:
             raise PrivacyError(
                 f"the DataLoader chooses its examples by {found.__qualname__}, which the privacy accounting doesn't "
                 f"know, and the engine's own sampling in its place might not be what it is meant to do; {REMEDY}"
-                + (SHARED_OUT if found is DistributedSampler else "")
+                + INSTEAD.get(found, "")
             )
 
 

@@ -333,6 +333,16 @@ def test_an_update_lost_in_rounding_is_named(said: Callable[[], str]) -> None:
     assert "the first update left 0.weight, " in said()
 
 
+@pytest.mark.parametrize("rate", [0.5, 1e-30])
+def test_parameters_that_are_not_contiguous_are_watched(rate: float, said: Callable[[], str]) -> None:
+    """As those of a model in the memory format channels_last, or weights that were transposed."""
+    model = runs.network()
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    by_step(whole_batches(model, optimizer=torch.optim.SGD(model.parameters(), lr=rate)))
+    assert ("the first update left 0.weight, 0.bias, 2.weight" in said()) == (rate < 0.1)
+
+
 def test_a_learning_rate_of_zero_is_waited_for(said: Callable[[], str]) -> None:
     model = runs.network()
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.0)

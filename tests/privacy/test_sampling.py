@@ -299,22 +299,30 @@ class OwnBatches(BatchSampler):
 
 
 @pytest.mark.parametrize(
-    ("loader", "name"),
+    ("loader", "says"),
     [
-        (DataLoader(Squares(), 4, sampler=WeightedRandomSampler([1.0] * 40, 40)), "WeightedRandomSampler"),
-        (DataLoader(Squares(), 4, sampler=SubsetRandomSampler(range(5))), "SubsetRandomSampler"),
-        (DataLoader(Squares(), 4, sampler=range(40)), "range"),
-        (DataLoader(Squares(), batch_sampler=OwnBatches(SequentialSampler(Squares()), 4, False)), "OwnBatches"),
-        (DataLoader(Squares(), batch_sampler=[[0, 1], [2]]), "list"),
-        (DataLoader(Squares(), batch_sampler=BatchSampler(SubsetRandomSampler([1]), 4, False)), "SubsetRandomSampler"),
-        (DataLoader(Squares(), batch_size=None), "NoneType"),
-        (OwnOrder(Squares(), 4), "OwnOrder.__iter__"),
+        (DataLoader(Squares(), 4, sampler=WeightedRandomSampler([1.0] * 40, 40)), "by WeightedRandomSampler, which"),
+        (DataLoader(Squares(), 4, sampler=WeightedRandomSampler([1.0] * 40, 40)), "For rare classes weight the losses"),
+        (DataLoader(Squares(), 4, sampler=SubsetRandomSampler(range(5))), "by SubsetRandomSampler, which"),
+        (DataLoader(Squares(), 4, sampler=SubsetRandomSampler(range(5))), "give Subset(dataset, indices)"),
+        (DataLoader(Squares(), 4, sampler=range(40)), "by range, which"),
+        (
+            DataLoader(Squares(), batch_sampler=OwnBatches(SequentialSampler(Squares()), 4, False)),
+            "by OwnBatches, which",
+        ),
+        (DataLoader(Squares(), batch_sampler=[[0, 1], [2]]), "by list, which"),
+        (
+            DataLoader(Squares(), batch_sampler=BatchSampler(SubsetRandomSampler([1]), 4, False)),
+            "by SubsetRandomSampler, which",
+        ),
+        (DataLoader(Squares(), batch_size=None), "has batch_size=None"),
+        (OwnOrder(Squares(), 4), "by OwnOrder.__iter__, which"),
     ],
 )
-def test_other_samplers_are_refused_with_a_remedy(loader: DataLoader[Any], name: str) -> None:
+def test_other_samplers_are_refused_with_a_remedy(loader: DataLoader[Any], says: str) -> None:
     with pytest.raises(PrivacyError, match=r"pass a plain DataLoader .* or the dataset itself") as caught:
         LogicalBatches(loader, batch_size=4)
-    assert f"by {name}, which" in str(caught.value)
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("data", [Stream(), DataLoader(Stream(), 2), iter([1, 2])])

@@ -226,7 +226,8 @@ class ScalarLosses:
             raise LossShapeError(
                 f"an output of the model, through which loss.backward() came, has shape {list(output.shape)}, but the "
                 f"physical batch has {rows} examples; the model must return a row for each example in dimension "
-                f"{self._batch_dims[0]}, and the loss be computed outside of it (token outputs as [B, T, ...])"
+                f"{self._batch_dims[0]}, and the loss be computed outside of it (token outputs as [B, T, ...]; for "
+                "pairs or views of each example call the model once for each of both)"
             )
         if rows:  # of none, every other dimension of none would do
             self._dims[place, output.dim()] = fits[0]

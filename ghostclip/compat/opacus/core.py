@@ -47,6 +47,7 @@ class LoaderWithoutReplacement(WithoutReplacement):
     is refused.
     """
 
+    described = "sampling without replacement ({0.drawn} different {0.unit}s, drawn anew for each batch)"
     drawn: int = 1
 
     @property
@@ -67,11 +68,6 @@ class LoaderWithoutReplacement(WithoutReplacement):
     def largest(self) -> int:
         """``drawn``."""
         return self.drawn
-
-    @property
-    def words(self) -> str:
-        """The way's name and who is in a batch."""
-        return f"sampling without replacement ({self.drawn} different {self.unit}s, drawn anew for each batch)"
 
 
 class LoaderBatches(LogicalBatches):
