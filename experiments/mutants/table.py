@@ -1881,8 +1881,8 @@ INTEGRATED = [
     Mutant(
         "an output of the batch's size is taken for one row an example",
         "ghostclip/compat/opacus/backward.py",
-        "            self._fixed[key] = self._fixed_in(",
-        "            self._fixed[key] = () and self._fixed_in(",
+        "fixed = self._fixed_in(",
+        "fixed = () and self._fixed_in(",
         ("tests/integrations/test_compat_opacus.py",),
     ),
     Mutant(
@@ -2377,8 +2377,8 @@ OF_COMPANY = [
     Mutant(
         "data sets that read several at once are read one by one",
         LOADING,
-        "            if random_states() == before:\n",
-        "            if False:\n",
+        "not drew or not _are_single(examples, rows)",
+        "not _are_single(examples, rows)",
         COLLATED,
     ),
     Mutant(

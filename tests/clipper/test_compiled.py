@@ -74,7 +74,7 @@ def in_dimension_0(row):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("policy", ["cached", "reweight", "per layer"])
 @pytest.mark.parametrize("row", [row for row in CASES if in_dimension_0(row)], ids=str)
-@pytest.mark.one_in(100)
+@pytest.mark.one_in(200)
 def test_every_case_as_a_graph(row, policy):
     max_norm = typical_norm(truth(row))
     clipping = PerLayer(max_norm) if policy == "per layer" else max_norm
@@ -97,6 +97,7 @@ def test_every_case_as_a_graph(row, policy):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("policy", [0.5, Automatic(0.5), PerLayer(0.5), Grouped({"all": ["*"]}, max_norm=0.5)], ids=str)
+@pytest.mark.one_in(2)
 def test_padded_batches_share_one_graph(policy):
     clipper = ghostclip.GhostClipper(classifier().double(), policy)
     clipper.compile(expected=32)

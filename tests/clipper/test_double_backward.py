@@ -21,7 +21,7 @@ READING_NUMBERS = [row for row in CASES if any(not spec.below and spec.batch_dim
 
 @pytest.mark.parametrize("linear", [True, False], ids=["of the sum", "of other losses"])
 @pytest.mark.parametrize("case", READING_NUMBERS, ids=str)
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 def test_a_penalty_on_the_slope_is_exact_behind_every_layer(case, linear):
     """Where torch has second derivatives of the layer; where not, it is refused."""
     model = OnInputs(case.model(), case.batch_dims, case.output_dim, linear)
@@ -61,7 +61,7 @@ def in_the_loop(plain, loss, x):
 @every_pass
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_losses_of_gradients_are_clipped_exactly_in_batches_of_several_sizes(name, loss, second_pass):
     plain, model, inputs = both(name)
     clipper = GhostClipper(model, 0.3, second_pass=second_pass)
@@ -114,6 +114,7 @@ def test_gradients_without_second_derivatives_are_refused(operation, match, how)
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "group norm", "instance norm", "weight norm"])
+@pytest.mark.one_in(2)
 def test_the_engine_takes_steps_on_such_losses(name):
     """Whatever its self-check does to the first batches."""
     plain, model, inputs = both(name)

@@ -72,7 +72,7 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 @every_mode
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_batch_takes_one_host_sync(name, mode, watched, monkeypatch, no_compiler):
     monkeypatch.setattr(layouts, "WATCHED", 1 if watched else math.inf)
     tokens = name == "transformer"

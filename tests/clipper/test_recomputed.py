@@ -46,6 +46,7 @@ def squares(outputs):
 @pytest.mark.parametrize("policy", [BOUND, PerLayer(BOUND)], ids=["flat", "each layer"])
 @every_pass
 @pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.one_in(2)
 def test_a_share_in_batches_of_one_keeps_to_the_bound(draw, second_pass, policy):
     network = model(draw)
     clipper = GhostClipper(network, policy, second_pass=second_pass, memory_budget=BUDGET["three layers"])

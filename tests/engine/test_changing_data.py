@@ -46,6 +46,7 @@ CHANGED = r"the data set has \d+ examples and had 24 when the engine was built"
 @pytest.mark.filterwarnings("ignore:the DataLoader's .* is replaced")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(2)
 def test_another_number_of_examples_is_refused_at_the_next_batch(kind: str, change: str) -> None:
     rows = list(runs.data(SIZE))
     engine = runs.engine_for(runs.network(), None, KINDS[kind](rows), noise_multiplier=1.0, clipping=1.0)

@@ -49,6 +49,7 @@ def test_losses_that_see_other_examples_are_refused(name, seed):
 
 @pytest.mark.parametrize("name", HONEST)
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.one_in(2)
 def test_losses_of_own_examples_train_on(name, seed, monkeypatch):
     monkeypatch.setattr(first_steps, "SELDOM", 1)
     torch.manual_seed(seed)
@@ -64,6 +65,7 @@ def long_text_comes_late() -> list:
 
 @pytest.mark.parametrize("name", [name for name in MIXING if name.endswith("padding") or "mean" in name])
 @pytest.mark.parametrize(("size", "physical"), [(16, None), (16, 8), (150, None)])
+@pytest.mark.one_in(2)
 def test_one_long_text_is_found_in_the_first_batch_that_has_it(name, size, physical):
     torch.manual_seed(0)
     model, data, loss_fn, _ = MIXING[name]()
@@ -153,6 +155,7 @@ OF_STRUCTURES = [name for name in MIXING if name.startswith("centred,")] + ["div
         *((name, rows) for name in OF_STRUCTURES for rows in (5, 16)),
     ],
 )
+@pytest.mark.one_in(2)
 def test_check_finds_it_in_loaders_and_in_batches_of_any_structure(name, rows):
     found = findings(MIXING[name], rows)
     assert found

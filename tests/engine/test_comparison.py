@@ -64,7 +64,7 @@ SETTINGS: dict[str, tuple[float, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", MIXING)
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 def test_losses_that_mix_are_refused_within_six_steps(name: str, setting: str) -> None:
     dropout, options = SETTINGS[setting]
     count, least = (8, 7) if setting in ("plain", "dropout") else (3, 3)
@@ -85,7 +85,7 @@ def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", HONEST)
 @pytest.mark.usefixtures("every_batch")
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_honest_losses_are_not_refused(name: str) -> None:
     for seed in range(3):
         torch.manual_seed(seed)

@@ -104,6 +104,7 @@ def with_workers() -> Iterator[None]:
     ],
     ids=["killed", "raised"],
 )
+@pytest.mark.one_in(2)
 def test_a_worker_s_death_costs_its_batch_and_no_more(
     end: Callable[[], Any], error: type[Exception], words: str, persistent: bool, tmp_path: Path
 ) -> None:

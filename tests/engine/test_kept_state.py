@@ -199,6 +199,7 @@ def test_what_follows_the_batch_in_shape_or_hides_is_refused(name):
 
 
 @pytest.mark.parametrize(("write", "kind"), TENSORS)
+@pytest.mark.one_in(2)
 def test_check_finds_it(write, kind):
     torch.manual_seed(2)
     batch = [torch.randn(6, 5), torch.arange(6) % 3]

@@ -53,7 +53,7 @@ def said(messages: list[str]) -> list[str]:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", SPOILT)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 def test_data_without_a_finite_example_are_named_once(caplog: Any, kind: str, policy: str, loop: str) -> None:
     engine = engine_for(EVERY, clipping=POLICIES[policy])
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_data_without_a_finite_example_are_named_once(caplog: Any, kind: str, po
 @pytest.mark.parametrize("good", [0, 5, SIZE - 1])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("kind", SPOILT)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_one_finite_example_is_enough(caplog: Any, kind: str, loop: str, good: int) -> None:
     """Wherever it is in the logical batch."""
     engine = engine_for(torch.arange(SIZE) != good, batch_size=SIZE)

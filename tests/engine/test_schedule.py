@@ -68,6 +68,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{type(policy).__name__}")
+@pytest.mark.one_in(2)
 def test_updates_are_those_of_the_policy_on_gradients_over_the_factor(policy) -> None:
     """Times the factor: as of an engine without a schedule."""
     factors, data = (1.0, 0.1, 7.0), runs.data(SIZE, torch.float64)

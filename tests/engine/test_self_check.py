@@ -357,6 +357,7 @@ def test_a_learning_rate_of_zero_is_waited_for(said: Callable[[], str]) -> None:
 @every_option
 @pytest.mark.parametrize("scale", [1024.0, 2.0**-4])
 @pytest.mark.parametrize("physical", [None, 2])
+@pytest.mark.one_in(2)
 def test_scaled_losses_of_a_sound_model_pass(options, scale, physical):
     engine = runs.engine_for(runs.network(), loss_scale=scale, max_physical_batch_size=physical, **options)
     runs.train(engine)

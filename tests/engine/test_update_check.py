@@ -196,6 +196,7 @@ LOOPS = {"by hand": runs.train_by_hand, "closure": runs.train_by_closure, "engin
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("name", LOOKAHEADS)
+@pytest.mark.one_in(2)
 def test_an_optimizer_around_another_steps_with_what_is_released(name: str, loop: str) -> None:
     model, reference = runs.network(), runs.network()
     engine = private(model, around(name, torch.optim.Adam(model.parameters(), lr=0.1)))

@@ -80,6 +80,7 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
+@pytest.mark.one_in(2)
 def test_the_loss_of_a_classifier_is_clipped_example_by_example(name: str) -> None:
     torch.manual_seed(0)
     build, labels = CLASSIFIERS[name]

@@ -27,6 +27,7 @@ def saved(folder, every: int, **options):
 
 
 @pytest.mark.parametrize("after", [2, 3, 4, 6])  # in the middle of an epoch, at its end, one further, and at the end
+@pytest.mark.one_in(2)
 def test_a_resumed_fit_counts_the_steps_before(after, tmp_path):
     place, first = saved(tmp_path, after)
     steps, module = lr.Steps(), lr.Module()

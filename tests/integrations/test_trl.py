@@ -107,6 +107,7 @@ def built(more: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", listed(CASES, QUICK))
+@pytest.mark.one_in(2)
 def test_a_step_of_sft_is_the_clipped_sum_of_a_loop_over_conversations(name: str, tmp_path: Any) -> None:
     kind, options, more = CASES[name]
     options, data = {**WHOLE, **options}, drawn(ROWS, TEXTS[kind])

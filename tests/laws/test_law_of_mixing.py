@@ -23,13 +23,14 @@ SEEDS, MANY = 40, 400
 
 @every_mixture
 @every_network
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_activations(mixture, network):
     assert_letters(between(mixture, network, MIXTURES[mixture]))
 
 
 @every_mixture
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+@pytest.mark.one_in(2)
 def test_activations_of_other_types(mixture, dtype):
     assert_letters(between(mixture, "perceptron", MIXTURES[mixture]), dtype)
 
@@ -51,12 +52,13 @@ def test_hooks_on_gradients(hook, network):
 
 
 @pytest.mark.parametrize("program", WHOLE, ids=str)
+@pytest.mark.one_in(2)
 def test_programs(program):
     assert_letters(program)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_random_graphs(seed):
     assert_letters(mixed_program(seed))
 
@@ -70,7 +72,7 @@ def test_many_random_graphs(start):
 
 @every_mixture
 @every_network
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(20)
 def test_mixing_that_comes_and_goes(mixture, network):
     """By another branch of the program, and so by another graph."""
 
@@ -83,7 +85,7 @@ def test_mixing_that_comes_and_goes(mixture, network):
 
 @every_mixture
 @every_network
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(20)
 def test_a_gate_that_opens(mixture, network):
     """The same graph: while the gate is zero, no gradient comes along the branch that mixes."""
 

@@ -8,12 +8,12 @@ from open_programs import LENGTHS, OPEN, STEPS
 
 
 @pytest.mark.parametrize("program", [*PARTS, *LENGTHS, *OPEN, *STEPS], ids=str)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_programs(program):
     assert_letters(program, torch.float64)
 
 
 @pytest.mark.parametrize("program", MOVES, ids=str)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 def test_indices(program):
     assert_letters(program, torch.float64)

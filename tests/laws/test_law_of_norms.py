@@ -18,31 +18,32 @@ SEEDS = 425
 
 
 @pytest.mark.parametrize("program", [*COMPUTED, *OUTSIDE], ids=str)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 def test_parameters_outside_of_layers(program):
     assert_exact(program, 0, torch.float64)
 
 
 @pytest.mark.parametrize("program", MODELS, ids=str)
+@pytest.mark.one_in(2)
 def test_models(program):
     assert_exact(program, 0, torch.float64)
 
 
 @pytest.mark.parametrize("program", DIFFICULT, ids=str)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_difficult_models(program):
     for number in range(BATCHES):
         assert_exact(program, number, torch.float64)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-@pytest.mark.one_in(32)
+@pytest.mark.one_in(64)
 def test_random_graphs(seed):
     assert_exact(random_program(seed), 0, torch.float64)
 
 
 @pytest.mark.parametrize("program", [*LAYERS, *MODELS, *DIFFICULT, *CASTS], ids=str)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 def test_in_float32(program):
     assert_exact(program, 0, torch.float32)
 

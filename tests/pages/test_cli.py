@@ -232,6 +232,7 @@ def test_a_reader_that_went_away_is_no_traceback():
         ("", {}),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(2)
 def test_every_kind_of_sampling_is_accounting_s(capsys, arguments, options):
     found = as_json(capsys, *COUNTED, *arguments.split())
     setting = {"noise_multiplier": 4.0, "sample_rate": 0.1, "steps": 20, "delta": 1e-5, **options}

@@ -55,7 +55,7 @@ DISHONEST = {each.name: each for each in COLLATES if not each.honest}
 
 
 @pytest.mark.parametrize("name", HONEST)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_honest_collates_move_at_most_the_bound(name):
     outcomes = [data_case(seed, only=name, self_check=False) for seed in range(2)]
     if HONEST[name].honest is True:

@@ -188,6 +188,7 @@ GAPS = [
 
 
 @pytest.mark.parametrize("drawn", GAPS, ids=lambda drawn: drawn[0].__name__)
+@pytest.mark.one_in(2)
 def test_plots_take_gaps(drawn):
     plot, *values = drawn
     assert decoded(plot(*values))[0] > 0
