@@ -87,12 +87,13 @@ def pair_scores(
     rows: dict[str, Any] = {name: _by_row(value) for name, value in inputs.items() if name in FIRST_DIM_IS_ROWS}
     mask = rows.pop("completion_mask")
     rows |= {"labels": rows["input_ids"].masked_fill(mask == 0, IGNORED), "use_cache": False}
-    chosen, rejected = _log_probabilities(model, rows)
     if "ref_chosen_logps" in inputs:
         of_chosen, of_rejected = inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
     else:
+        # Before the trained model is called: after that a hook on the head might move rows, and each batch be measured.
         with torch.no_grad(), without_adapter:
             of_chosen, of_rejected = _log_probabilities(reference, rows)
+    chosen, rejected = _log_probabilities(model, rows)
     lengths = mask.sum(1).chunk(2)
     return PairScores(chosen - of_chosen, rejected - of_rejected, *lengths)
 

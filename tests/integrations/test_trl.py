@@ -154,6 +154,15 @@ def test_a_step_of_dpo_is_the_clipped_sum_of_a_loop_over_pairs(name: str, tmp_pa
     assert_a_step_is_the_loop(ours, plain)
 
 
+@pytest.mark.parametrize("with_adapter", [True, False])
+def test_not_every_batch_of_pairs_is_measured(with_adapter: bool, tmp_path: Any) -> None:
+    """The output layer gets a hook for each forward, of the reference, too."""
+    more = built({"peft_config": adapter}) if with_adapter else {}
+    trainer = dpo(tmp_path, drawn(ROWS, PAIRS["texts"]), more=more, **{**WHOLE, "max_steps": 3})
+    trainer.train()
+    assert not trainer.engine._steps._clipper.passes.is_open
+
+
 def test_every_loss_of_pairs_is_trl_s_of_a_single_pair(tmp_path: Any) -> None:
     """In batches of pairs of other lengths."""
     data, options = drawn(4, PAIRS["texts"]), {"label_smoothing": 0.1, "beta": 0.5}
