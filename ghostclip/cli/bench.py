@@ -118,6 +118,8 @@ def _measure_all(results: dict[str, Any], options: argparse.Namespace) -> None:
         # On one core they are the same, but that other programs don't lengthen the processor's seconds.
         clock = time.process_time if device == "cpu" and options.threads == 1 else time.perf_counter
         print(f"{name}: {work.about}", file=sys.stderr, flush=True)
+        # Functions that were compiled for eight networks would run uncompiled for the others.
+        torch.compiler.reset()
         found = compare(work, chosen, options.seconds, device, options.batch_size, clock=clock)
         if present:
             found["memory"] = peaks(name, present, found["batch_size"], device, options.threads)
