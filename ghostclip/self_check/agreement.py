@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from ghostclip.clipper.collector import Keep
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.errors import UnsupportedModelError, VerificationError
+from ghostclip.graph.nodes import ACCUMULATE, inputs_first
+from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.norms.reduce import all_finite
 from ghostclip.norms.term import to_float32
 from ghostclip.sharding.plain import Sharding, local_part
@@ -73,7 +75,20 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
     # What rounding may do in the narrowest type that took part.
     dtypes = {losses.dtype, *(p.dtype for p in trained.values()), *(call.dtype for call in run.calls)}
     _refuse(errors, max(TOLERANCE.get(dtype, TOLERANCE_OF_HALVES) for dtype in dtypes))
+    _warn_of_others(losses, passes.index)
     return _unused(losses, trained)
+
+
+def _warn_of_others(losses: Tensor, names: ParameterNames) -> None:
+    """Warns of trainable tensors outside of the model, as the centers or the temperature of a criterion."""
+    leaves = [node.variable for node in inputs_first(losses.grad_fn) if type(node) is ACCUMULATE]
+    others = [str(list(leaf.shape)) for leaf in leaves if isinstance(leaf, nn.Parameter) and not names.name_of(leaf)]
+    if others:
+        log.warning(
+            "the losses depend on trainable parameters outside of the model (of shape %s), which get no gradient: to "
+            "train them privately make them a part of the model (a submodule); else leave requires_grad off",
+            _listed(others),
+        )
 
 
 def _unused(losses: Tensor, trained: Mapping[str, nn.Parameter]) -> list[str]:

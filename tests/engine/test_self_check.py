@@ -333,6 +333,16 @@ def test_an_update_lost_in_rounding_is_named(said: Callable[[], str]) -> None:
     assert "the first update left 0.weight, " in said()
 
 
+def test_parameters_of_a_criterion_are_warned_of(said: Callable[[], str]) -> None:
+    temperature = nn.Parameter(torch.ones(()))
+    engine = whole_batches(runs.network())
+    for batch in engine.batches():
+        engine.step(batch, lambda model, part: temperature * runs.losses_of(model, part))
+        break
+    assert "parameters outside of the model (of shape []), which get no gradient" in said()
+    assert temperature.grad is None
+
+
 @pytest.mark.parametrize("rate", [0.5, 1e-30])
 def test_parameters_that_are_not_contiguous_are_watched(rate: float, said: Callable[[], str]) -> None:
     """As those of a model in the memory format channels_last, or weights that were transposed."""
