@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ __all__ = ["Finding", "check_module", "obstacles", "unwrap", "unwrapped", "wrap"
 ELSEWHERE = {"transformers": "ghostclip.integrations.huggingface_layers"}
 # What `wrap` leaves in a module.
 OWN = ("ghost_path", "ghost_batch_dim")
+# The hooks of clippers that `unwrap` took off a module, which has them again once it is wrapped: they go on with it.
+_taken_off = weakref.WeakKeyDictionary[torch_nn.Module, list[Any]]()
 # What `replace` takes; timm's BatchNormAct2d has dropout and an activation behind it, as children.
 # What a group of GroupNorm has at least in place of BatchNorm1d, where there are so many channels.
 FEWEST_IN_GROUP = 16
@@ -99,6 +102,8 @@ def wrap(
                 module.ghost_path = path
             if path in dims:
                 module.ghost_batch_dim = dims[path]
+        for hook in _taken_off.pop(module, ()):
+            module.register_forward_pre_hook(hook, with_kwargs=True)
     return model
 
 
@@ -112,7 +117,9 @@ def unwrap(model: torch_nn.Module) -> torch_nn.Module:
     for module in model.modules():
         for number, hook in list(module._forward_pre_hooks.items()):
             if getattr(hook, "ghost_hook", False):
-                del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
+                _taken_off.setdefault(module, []).append(hook)
+                module._forward_pre_hooks.pop(number, None)
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
         if isinstance(module, GhostLayer):
             module.__class__ = module.wrapped  # type: ignore[assignment]
             for name in OWN:
@@ -160,8 +167,14 @@ def obstacles(model: torch_nn.Module) -> list[Finding]:
     check_module(model)
     sharding = sharding_problem(model)
     findings = [] if sharding is None else [Finding(*sharding, INSTEAD_OF_SHARDING)]
+    inside = set[int]()  # of a scripted module
     for path, module in model.named_modules():
-        findings += [Finding(path, problem, remedy) for problem, remedy in _obstacles(module)]
+        if id(module) in inside:
+            continue
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        inside |= {id(each) for each in module.modules()} if scripted else set()
+        found = _of_scripted(module) if scripted else _obstacles(module)
+        findings += [Finding(path, problem, remedy) for problem, remedy in found]
     return findings
 
 
@@ -209,17 +222,21 @@ def _wrapper_of_subclass(found: Any) -> type | None:
     return None
 
 
+def _of_scripted(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
+    """The same for one that torch.jit compiled; none where nothing in it is trained, and no mode of training is on."""
+    if getattr(module, "training", False) or any(parameter.requires_grad for parameter in module.parameters()):
+        yield (
+            f"{type(module).__name__} is compiled by torch.jit, which hides its layers",
+            "give the model that it was made of, and script ghostclip.unwrap(model) after the training; or freeze it, "
+            "and call its .eval()",
+        )
+
+
 def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
     """(problem, remedy) for one module by itself."""
     kind = type(module).__name__
     if isinstance(module, torch_nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         yield f"{kind} has no sizes yet", "run one batch through the model before wrapping it"
-        return
-    if isinstance(module, torch.jit.ScriptModule):
-        yield (
-            f"{kind} is compiled by torch.jit, which hides its layers",
-            "give the model that it was made of, and script ghostclip.unwrap(model) after the training",
-        )
         return
     wrapper: Any = type(module) if isinstance(module, GhostLayer) else _wrapper_for(module)
     trained = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]

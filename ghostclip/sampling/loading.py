@@ -119,7 +119,7 @@ def loaders_batch_size(loader: DataLoader[Any]) -> int:
 def check_sampling(loader: DataLoader[Any]) -> None:
     """Raises PrivacyError unless the loader takes single examples in order or shuffled, which can be replaced."""
     if loader.batch_sampler is None:
-        raise PrivacyError(f"the DataLoader has batch_size=None, so that its data set makes the batches; {REMEDY}")
+        raise PrivacyError(f"the DataLoader has batch_size=None: it makes no batches of single examples; {REMEDY}")
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     choices: list[tuple[Any, tuple[Any, ...]]] = [
         (type(loader).__iter__, (DataLoader.__iter__,)),

@@ -28,6 +28,10 @@ class Scheme(ABC):
         batch_size: the expected number in a batch.
         relation: which data sets are neighbours, among `ghostclip.events.RELATIONS`.
         unit: what a unit is, among `ghostclip.events.UNITS`.
+
+    Attributes:
+        kind: of the events.
+        described: what `words` says, a format of the scheme.
     """
 
     kind: ClassVar[type[SampledRelease]]

@@ -35,6 +35,7 @@ NAMES_SHOWN = 5
 log = logging.getLogger("ghostclip")
 
 
+@torch.enable_grad()
 def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
     """Names of trained parameters on which the losses [B] don't depend; None where the batch is not fit for comparing.
 
@@ -162,9 +163,9 @@ def untrained(
         if parameter in held and rates[parameter] and parameter.grad is not None:
             slopes, values = local_part(parameter.grad).abs(), local_part(parameter)
             if slopes.numel():
-                place = torch.unravel_index(slopes.argmax(), slopes.shape)
-                number = values[tuple(map(int, place))]  # a view, also where the parameter isn't contiguous
-                watched.append((float(slopes.max()), name, number, number.clone()))
+                place = tuple(map(int, torch.unravel_index(slopes.argmax(), slopes.shape)))
+                number = values[place]  # a view, also where the parameter isn't contiguous
+                watched.append((float(slopes[place]), name, number, number.clone()))
     largest = max((slope for slope, *_ in watched), default=0.0)
     watched = [each for each in watched if each[0] > FLOOR * largest]
     not_held = [name for name, parameter in trained if parameter not in held]

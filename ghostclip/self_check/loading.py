@@ -81,8 +81,8 @@ class LoadedRows:
     def _fetch(self, rows: list[int]) -> tuple[Any, bool]:
         """The examples, and whether random numbers were drawn for all of them together.
 
-        They are read at once where the data set reads several at once, and draws no random numbers for it, or gives
-        them as one batch.
+        A data set that reads several rows at once does so here, if it draws no random numbers for it. It does so too if
+        it gives the rows as one batch.
         """
         if several := getattr(self.dataset, "__getitems__", None):
             before = _seeded(self.seed)

@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -46,6 +47,27 @@ def test_an_unwrapped_model_needs_nothing_of_this_package():
     assert b"ghostclip" not in pickle.dumps(model)
     torch.jit.script(model)
     clipper.calls.detach()  # whose hook is gone already
+
+
+def test_a_model_that_is_wrapped_again_is_watched_again():
+    """A hook on a tensor that is registered after the model was called has each batch measured."""
+    model = nn.Sequential(nn.Linear(3, 4))
+    clipper = ghostclip.GhostClipper(model)
+    ghostclip.wrap(ghostclip.unwrap(model))
+    losses = model(torch.ones(2, 3)).sum(1)
+    losses.register_hook(lambda grad: grad)
+    assert clipper.calls.hooked()
+    assert clipper.calls.behind(losses) is not None
+
+
+def test_parts_that_are_scripted_and_frozen_are_taken():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        part = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).requires_grad_(False).eval())
+    assert ghostclip.check(nn.Sequential(part, nn.Linear(3, 2))) == []
+    part[0].weight.requires_grad_(True)
+    (finding,) = ghostclip.check(nn.Sequential(part, nn.Linear(3, 2)))
+    assert "torch.jit" in str(finding)
 
 
 def test_a_clipper_that_is_gone_leaves_no_hook_and_no_inputs():

@@ -63,6 +63,15 @@ def test_whatever_is_asked_next_is_bounded_from_above(name: str) -> None:
         check(asked.epsilon(events, delta), events, delta)
 
 
+@pytest.mark.parametrize(("rate", "noise"), [(0.3, 1.0), (0.9, 3.0)])
+def test_few_steps_at_high_rates_are_bounded_closely(rate: float, noise: float) -> None:
+    """Sums of few steps are below the lower end of those of many, and aren't taken for what is above the upper one."""
+    asked, setting = RunningEpsilon(), Setting(rate)
+    for count in (1, 2, 10):
+        events = [setting.event(noise, count)]
+        check(asked.epsilon(events, 1e-5), events, 1e-5)
+
+
 def test_answers_at_the_ends() -> None:
     asked, events = RunningEpsilon(), [Setting(0.01).event(1.0, 100)]
     assert asked.epsilon(events, 1e-5) == asked.epsilon(events, 1e-5) == epsilon_of(events, delta=1e-5)

@@ -21,10 +21,9 @@ from ghostclip.clipper.trial import is_trial, without_trace
 from ghostclip.compat.opacus.core import CoreEngine
 from ghostclip.compat.opacus.model_losses import loss_of_rows
 from ghostclip.errors import LossShapeError, PrivacyError
-from ghostclip.nn.base import PROBE
 from ghostclip.sampling import LogicalBatch
 
-__all__ = ["ScalarLosses"]
+__all__ = ["ScalarLosses", "TrialHook", "ZeroGrad"]
 
 OWN_LOSS = """loss.backward() came to a loss of shape [] that the model computed itself, which can't be divided by \
 example. Compute the loss from the model's other outputs: criterion(outputs.logits, labels), or for any model of \
@@ -48,13 +47,16 @@ class _Forward:
         self._owner, self.turn, self.outputs, self._inputs, self.fixed = owner, turn, outputs, inputs, fixed
         self.grads: list[Tensor | None] = [None] * len(outputs)
 
+    def add(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Adds gradients at the outputs to those that came before."""
+        for place, grad in enumerate(grads):
+            old = self.grads[place]
+            if grad is not None:
+                self.grads[place] = grad if old is None else old + grad
+
     def receive(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Takes gradients at the outputs; returns those at the inputs, where a model in front of this one trains."""
-        if self._owner.wants(self):
-            for place, grad in enumerate(grads):
-                old = self.grads[place]
-                if grad is not None:
-                    self.grads[place] = grad if old is None else old + grad
+        self._owner.came(self, grads)
         reached = [(output, grad) for output, grad in zip(self.outputs, grads, strict=True) if grad is not None]
         if not self._inputs or not reached:
             return (None,) * len(self._inputs)
@@ -66,7 +68,7 @@ class _Cut(torch.autograd.Function):
     """The outputs without the model's graph; backward gives their gradients to the `_Forward`."""
 
     @staticmethod
-    def forward(ctx: Any, forward: _Forward, probe: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, forward: _Forward, counter: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.forward = forward
         ctx.set_materialize_grads(False)
         return tuple(output.detach() for output in forward.outputs)
@@ -78,7 +80,41 @@ class _Cut(torch.autograd.Function):
                 "a backward with create_graph=True came through the private model; a loss made of its gradients can't "
                 "be clipped here: use ghostclip.PrivacyEngine, with losses of shape [B]"
             )
-        return None, None, *ctx.forward.receive(grads)
+        return None, torch.ones(()), *ctx.forward.receive(grads)
+
+
+class TrialHook:
+    """The model's hook before a forward, see `ScalarLosses.before`."""
+
+    def __init__(self, losses: ScalarLosses) -> None:
+        self._losses = losses
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._losses.before(module, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        """A copy of the model isn't the engine's: its hook does nothing."""
+        return _unwatched, ()
+
+
+class ZeroGrad:
+    """The model's ``zero_grad``, which also drops the gradients since the last step, as that of Opacus's wrapper does.
+
+    That of a copy of the model is torch's.
+    """
+
+    def __init__(self, module: nn.Module, losses: Any) -> None:
+        self._module, self._losses = module, losses
+        vars(module)["zero_grad"] = self
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        type(self._module).zero_grad(self._module, set_to_none)
+        if isinstance(self._losses, ScalarLosses):
+            self._losses.drop()
+
+    def remove(self) -> None:
+        """Leaves the model with torch's own."""
+        vars(self._module).pop("zero_grad", None)
 
 
 class ScalarLosses:
@@ -93,10 +129,17 @@ class ScalarLosses:
     def __init__(self, engine: CoreEngine, mean: bool, batch_dims: tuple[int, ...]) -> None:
         self._engine, self._mean, self._batch_dims = engine, mean, batch_dims
         self._pending: list[_Forward] = []
+        # What came since gradients were counted. ``loss.backward()`` accumulates one at the counter for each forward
+        # that it came through; ``torch.autograd.grad``, as of an attack on the inputs, doesn't.
+        self._came: list[tuple[_Forward, tuple[Tensor | None, ...]]] = []
+        self._counter = torch.zeros((), device="cpu", requires_grad=True)
+        self._counter.register_post_accumulate_grad_hook(self._count)
         # {(place among a forward's outputs, number of dimensions): which one holds examples}, from the first batch on.
         self._dims: dict[tuple[int, int], int] = {}
-        # {places of outputs that require a gradient: `_Forward.fixed`}
-        self._fixed: dict[tuple[int, ...], Collection[int]] = {}
+        # {kind of inputs: places of outputs without a row for each example}
+        self._fixed: dict[Any, Collection[int]] = {}
+        # Of the forward that runs, the shapes of its outputs for one example less; None where that isn't to be known.
+        self._less: list[torch.Size | None] | None = None
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         """The outputs, cut off from their graph where they belong to a batch."""
@@ -108,12 +151,17 @@ class ScalarLosses:
             return outputs
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         own = [leaves[place] for place in places]
-        if (key := tuple(places)) not in self._fixed and self._engine.rows > 1 and self._batch_dims == (0,):
-            fixed = self._fixed_in(module, args, kwargs, places, own)
-            if fixed is not None:
-                self._fixed[key] = fixed
-        forward = _Forward(self, turn, own, inputs, self._fixed.get(key, ()))
-        for place, output in zip(places, _Cut.apply(forward, PROBE, *inputs), strict=True):
+        if self._less is not None:
+            pairs = zip(leaves, self._less, strict=False)
+            self._fixed[_kind(args, kwargs)] = [
+                place
+                for place, (leaf, less) in enumerate(pairs)
+                if less and leaf.dim() == len(less) and len(leaf) == less[0]
+            ]
+            self._less = None
+        fixed = self._fixed.get(_kind(args, kwargs), ())
+        forward = _Forward(self, turn, own, inputs, [number for number, place in enumerate(places) if place in fixed])
+        for place, output in zip(places, _Cut.apply(forward, self._counter, *inputs), strict=True):
             leaves[place] = output
         # Models of transformers return their loss first, and logits next.
         if self._mean and places[0] == 0 and leaves[0].dim() == 0 and len(leaves) > 1:
@@ -121,26 +169,29 @@ class ScalarLosses:
             leaves[0] = leaves[0] if found is None else found
         return tree_unflatten(leaves, structure)
 
-    def _fixed_in(
-        self, module: nn.Module, args: Any, kwargs: Any, places: list[int], outputs: list[Tensor]
-    ) -> Collection[int] | None:
-        """Which outputs are as large for one example less; none where the model can't be tried with what is left.
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a forward: tries the first one of each kind of inputs with one example less.
 
-        None where the forward isn't given the batch's examples, as one of ``torch.zeros(1, 6)`` before the loop's.
+        Not where the forward isn't given the batch's examples, as one of ``torch.zeros(1, 6)`` before the loop's. An
+        output that is as large then has no row for each example. It comes before the forward, lest hooks of the user's
+        see this one last.
         """
-        rows, left = self._engine.rows, range(self._engine.rows - 1)
+        if not torch.is_grad_enabled() or is_trial() or self._turn is None:
+            return
+        self._less, rows = None, self._engine.rows
+        if rows < 2 or self._batch_dims != (0,) or (kind := _kind(args, kwargs)) in self._fixed:
+            return
         try:
-            less = cut(args, rows, left), cut(kwargs, rows, left)
-            before, after = tree_flatten((args, kwargs))[0], tree_flatten(less)[0]
-            if len(before) == len(after) and all(map(operator.is_, before, after)):
-                return None
+            less = cut(args, rows, range(rows - 1)), cut(kwargs, rows, range(rows - 1))
+            given, left = tree_flatten((args, kwargs))[0], tree_flatten(less)[0]
+            if len(given) == len(left) and all(map(operator.is_, given, left)):
+                return
             with without_trace(module), torch.no_grad():
-                fewer, _ = tree_flatten(module(*less[0], **less[1]))
+                outputs, _ = tree_flatten(module(*less[0], **less[1]))
         except Exception:  # whatever a model has against such a batch
-            return ()
-        sizes = [each.shape if isinstance(each, Tensor) else None for each in fewer]
-        pairs = enumerate(zip(places, outputs, strict=True))
-        return [number for number, (place, own) in pairs if own.dim() and sizes[place : place + 1] == [own.shape]]
+            self._fixed[kind] = ()
+        else:
+            self._less = [each.shape if isinstance(each, Tensor) else None for each in outputs]
 
     def __reduce__(self) -> Any:
         """A copy of the model isn't this engine's: its hook does nothing."""
@@ -152,7 +203,20 @@ class ScalarLosses:
         batch = self._engine.batch
         return None if batch is None else (batch, batch.handed)
 
-    def wants(self, forward: _Forward) -> bool:
+    def came(self, forward: _Forward, grads: tuple[Tensor | None, ...]) -> None:
+        """Notes gradients at a forward's outputs; they count if the counter is reached, too."""
+        self._came.append((forward, grads))
+
+    def _count(self, counter: Tensor) -> None:
+        """Adds the gradients of the backward that is at its end, which came last."""
+        assert counter.grad is not None
+        count, counter.grad = int(counter.grad), None
+        came, self._came = self._came[len(self._came) - count :], []
+        for forward, grads in came:
+            if self._wants(forward):
+                forward.add(grads)
+
+    def _wants(self, forward: _Forward) -> bool:
         """Whether gradients that come to a forward count, which those between two batches don't.
 
         Raises:
@@ -174,6 +238,7 @@ class ScalarLosses:
         for forward in self._pending:
             forward.grads = [None] * len(forward.outputs)
         self._pending.clear()
+        self._came.clear()
 
     def take(self) -> Tensor | None:
         """Losses [B] of the physical batch handed out last, by all that was run backward in it; None for nothing.
@@ -204,9 +269,12 @@ class ScalarLosses:
                 "gradient can't be divided by example; use it within the model, and return what is computed of it and "
                 "the examples"
             )
+        if rows == 1 and not output.dim():  # as of a model that ends in squeeze()
+            output, grad = output.view(1), grad.view(1)
         dim = self._batch_dim(place, output, rows)
         wide = torch.promote_types(output.dtype, torch.float32)
-        product = output.to(wide) * grad.to(wide)
+        # Masked outputs may be infinite, and their gradients zero.
+        product = torch.where(grad == 0, 0, output.to(wide) * grad.to(wide))
         return product.movedim(dim, 0).reshape(rows, -1).sum(1)
 
     def _batch_dim(self, place: int, output: Tensor, rows: int) -> int:
@@ -232,6 +300,12 @@ class ScalarLosses:
         if rows:  # of none, every other dimension of none would do
             self._dims[place, output.dim()] = fits[0]
         return fits[0]
+
+
+def _kind(args: Any, kwargs: Any) -> Any:
+    """What tells forwards apart: the structure of their inputs, and the switches and names among these."""
+    leaves, structure = tree_flatten((args, kwargs))
+    return str(structure), tuple([leaf for leaf in leaves if isinstance(leaf, bool | str)])
 
 
 def _unwatched() -> Callable[..., None]:

@@ -17,7 +17,7 @@ from ghostclip.sampling.schemes import Poisson, WithoutReplacement
 
 __all__ = ["CoreEngine", "expected_batch_size"]
 
-# Of batches of one size one in so many has an example less.
+# Of batches of one size one in so many has some examples less.
 SMALLER = 16
 
 
@@ -42,9 +42,9 @@ class LoaderPoisson(Poisson):
 class LoaderWithoutReplacement(WithoutReplacement):
     """``drawn`` different examples, drawn anew each time; ``batch_size`` is the denominator only.
 
-    The first batch, and every 16th after it, has one less, and is charged as the others. An output of the model that
-    has as many rows as a batch by chance, as those of ten public class descriptions, has another number in these, and
-    is refused.
+    The first batch, and every 16th after it, has one to eight less, and is charged as the others. An output of the
+    model that has as many rows as a batch only by chance, as those of ten public descriptions of classes, hardly has
+    as many rows as these, and is refused.
     """
 
     described = "sampling without replacement ({0.drawn} different {0.unit}s, drawn anew for each batch)"
@@ -61,7 +61,7 @@ class LoaderWithoutReplacement(WithoutReplacement):
 
     def draw(self, generator: np.random.Generator, step: int = 0) -> list[int]:
         """See `Scheme.draw`."""
-        less = int(self.drawn > 1 and step % SMALLER == 0)
+        less = generator.integers(1, min(self.drawn, 9)) if self.drawn > 1 and step % SMALLER == 0 else 0
         return np.sort(generator.choice(self.population, self.drawn - less, replace=False, shuffle=False)).tolist()
 
     @property

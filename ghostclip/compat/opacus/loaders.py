@@ -18,6 +18,17 @@ from ghostclip.validate import positive_int
 
 __all__ = ["BatchMemoryManager", "DPDataLoader"]
 
+# What programs read of a DataLoader, and is as it was given.
+OF_THE_GIVEN = (
+    "batch_size",
+    "drop_last",
+    "num_workers",
+    "persistent_workers",
+    "pin_memory",
+    "prefetch_factor",
+    "timeout",
+)
+
 
 class DPDataLoader:
     """The data loader that ``make_private`` returns: each iteration over it is one epoch of random batches.
@@ -65,6 +76,11 @@ class DPDataLoader:
                 if self._engine.batch is not batch:
                     break  # it had its step, or was discarded
                 self._check_gathered(batch)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_THE_GIVEN and "_given" in vars(self):
+            return getattr(self._given, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def limited(self, most: int) -> DPDataLoader:
         """The same loader with physical batches of at most ``most`` examples."""

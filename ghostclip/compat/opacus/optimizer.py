@@ -136,6 +136,7 @@ class DPOptimizer(Optimizer):
             UnsupportedModelError: the model can't be clipped exactly.
         """
         if "grad_scale" in vars(self):
+            del self.grad_scale
             raise PrivacyError(
                 "GradScaler scales the losses, so that all gradients are clipped; leave it out, and use bfloat16, or "
                 "for float16 ghostclip.PrivacyEngine(loss_scale=...)"
@@ -165,7 +166,8 @@ class DPOptimizer(Optimizer):
             if losses is None:
                 raise PrivacyError(
                     "optimizer.step() was called without loss.backward() of this batch, on a loss computed from what "
-                    "the model returned; call it once in each turn of the loop over data_loader"
+                    "the model returned (tensors, or tuples, lists and dicts of them); call it once in each turn of "
+                    "the loop over data_loader"
                 )
             self._engine.backward(losses)
         except BaseException:

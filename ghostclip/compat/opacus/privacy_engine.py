@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from ghostclip.clipping import Grouped
 from ghostclip.compat.opacus.accountants import Accountant, create_accountant
-from ghostclip.compat.opacus.backward import ScalarLosses
+from ghostclip.compat.opacus.backward import ScalarLosses, TrialHook, ZeroGrad
 from ghostclip.compat.opacus.checkpoints import load_opacus_names
 from ghostclip.compat.opacus.core import CoreEngine, expected_batch_size
 from ghostclip.compat.opacus.loaders import DPDataLoader
@@ -320,8 +320,10 @@ class OpacusEngine:
         """Puts the hooks on the model."""
         losses = ScalarLosses(engine, mean, batch_dims)
         self._undo += [
+            module.register_forward_pre_hook(TrialHook(losses), with_kwargs=True),
             module.register_forward_hook(losses, with_kwargs=True),
             module.register_load_state_dict_pre_hook(load_opacus_names),
+            ZeroGrad(module, losses),
         ]
         # As a plain attribute: a submodule would be one of itself.
         vars(module)["_module"] = module
