@@ -348,7 +348,12 @@ class Spending:
         return [event for event in found if event.count]
 
     def _refuse(self, event: Event, spent: list[Event]) -> NoReturn:
-        plan, where = self._plan, "" if self.ledger is None else f" (all in the ledger {self.ledger.path} counts)"
+        plan, where = self._plan, ""
+        if self.ledger is not None:
+            where = (
+                f" (all in the ledger {self.ledger.path} counts, also what a run that isn't over has reserved: its "
+                "engine.detach() gives that back)"
+            )
         if plan.planned_steps is not None and self._charged_in(spent) >= plan.planned_steps:
             spend = "for which the noise is correlated" if plan.target_epsilon is None else (
                 f"which spend epsilon = {plan.target_epsilon} at delta = {plan.target_delta}"

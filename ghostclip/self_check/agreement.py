@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ghostclip.clipper.collector import Keep
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.errors import UnsupportedModelError, VerificationError
-from ghostclip.graph.nodes import ACCUMULATE, inputs_first
+from ghostclip.graph.nodes import inputs_first
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.norms.reduce import all_finite
 from ghostclip.norms.term import to_float32
@@ -82,7 +82,7 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
 
 def _warn_of_others(losses: Tensor, names: ParameterNames) -> None:
     """Warns of trainable tensors outside of the model, as the centers or the temperature of a criterion."""
-    leaves = [node.variable for node in inputs_first(losses.grad_fn) if type(node) is ACCUMULATE]
+    leaves = [getattr(node, "variable", None) for node in inputs_first(losses.grad_fn)]
     others = [str(list(leaf.shape)) for leaf in leaves if isinstance(leaf, nn.Parameter) and not names.name_of(leaf)]
     if others:
         log.warning(
