@@ -78,7 +78,7 @@ def test_zero_grad_forgets_what_ran_backward(of: str) -> None:
     batch = next(iter(loader))
 
     def backward() -> None:
-        (100 * mean_loss(model, batch)).backward()
+        (-100 * mean_loss(model, batch)).backward()
         loss = mean_loss(model, batch)
         {"optimizer": optimizer, "model": model}[of].zero_grad()
         loss.backward()
@@ -86,6 +86,11 @@ def test_zero_grad_forgets_what_ran_backward(of: str) -> None:
     assert_by_hand(taken(optimizer, model, batch, backward), mean_loss, 8)
     engine.detach()
     assert "zero_grad" not in vars(model)
+    model.zero_grad()
+    mean_loss(model, batch).backward()
+    expected = [p.detach() - 0.5 * p.grad for p in model.parameters()]
+    optimizer.step()  # which is not private any more
+    assert all(map(torch.equal, model.parameters(), expected))
 
 
 def gan_loss(model: nn.Module, batch: Any) -> Tensor:

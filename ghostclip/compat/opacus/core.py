@@ -123,6 +123,11 @@ class CoreEngine(PrivacyEngine):
         return batch if batch.handed or not batch.sizes else None
 
     @property
+    def is_detached(self) -> bool:
+        """Whether the run is over, and later steps are not private."""
+        return self._loader is None
+
+    @property
     def rows(self) -> int:
         """How many examples the physical batch handed out last has; 0 in an empty batch, or without one."""
         batch = self.batch
@@ -135,6 +140,6 @@ class CoreEngine(PrivacyEngine):
 
     def charged(self) -> Sequence[Event]:
         """What was charged; raises PrivacyError where trained parameters moved outside of charged steps."""
-        if self._loader is not None:  # not detached
+        if not self.is_detached:
             self._steps.updates.check()
         return self.events

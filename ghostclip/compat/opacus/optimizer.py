@@ -141,6 +141,8 @@ class DPOptimizer(Optimizer):
                 "GradScaler scales the losses, so that all gradients are clipped; leave it out, and use bfloat16, or "
                 "for float16 ghostclip.PrivacyEngine(loss_scale=...)"
             )
+        if self._engine.is_detached:
+            return self.original_optimizer.step(closure)
         result = None
         if closure is not None:
             with torch.enable_grad():
