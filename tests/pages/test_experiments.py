@@ -89,6 +89,21 @@ def test_adapters_are_measured_beside_ordinary_steps(tmp_path):
     assert float(row[3].rstrip("| ")) == pytest.approx(ratio, abs=0.006)
 
 
+@pytest.mark.slow
+def test_models_with_dropout_take_turns(tmp_path, monkeypatch):
+    """Here all contenders are uncompiled ones."""
+    pytest.importorskip("transformers")
+    module = script("compiled_dropout")
+    for compiled, eager in {"nonprivate-compiled": "nonprivate", "compiled": "cached"}.items():
+        monkeypatch.setitem(module.CONTENDERS, compiled, module.CONTENDERS[eager])
+    found, page = ran(module, tmp_path, "--seconds", "0")
+    assert [(row["workload"], row["dropout"]) for row in found["rows"]] == [
+        ("hf-gpt2", 0.0), ("hf-bert", 0.0), ("hf-gpt2", 0.1), ("hf-bert", 0.1)
+    ]  # fmt: skip
+    assert all(each["over"]["median"] > 0 for row in found["rows"] for each in row["contenders"].values())
+    assert sum(line.startswith(("| GPT-2", "| BERT")) for line in page.splitlines()) == 4
+
+
 def test_mixing_is_seen_and_the_alarm_is_quiet(tmp_path, monkeypatch):
     module, name = script("ownership"), "minus the mean over the batch"
     monkeypatch.setattr(module, "KINDS", {name: module.KINDS[name]})
