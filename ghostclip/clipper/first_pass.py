@@ -46,8 +46,8 @@ SQUARE_REMEDY = (
     "give outputs [B, 1] and labels [B] one shape, by outputs[:, 0] for instance, or average each text's token losses"
 )
 TOKENS_REMEDY = (
-    "average over all dimensions but the first, losses.flatten(1).mean(1); of padded texts over each one's own tokens, "
-    "(losses * mask).sum(1) / mask.sum(1)"
+    "average over all dimensions but the first, losses.flatten(1).mean(1); for padded texts over each text's own "
+    "tokens, (losses * mask).sum(1) / mask.sum(1)"
 )
 
 
@@ -176,7 +176,9 @@ class FirstPasses:
 
     def _marks(self, losses: Tensor, layout: RowLayout, structure: int) -> Tensor | None:
         """Marks [B] for the pass of a batch that the alarm watches; None where all is known, or chance says no."""
-        known = layout.measured or layout.half or is_traced() or len(losses) < 2
+        # A batch under float16 autocast may be laid out as one under bfloat16 was, whose graph is the same.
+        half = layout.half or torch.float16 in map(attrgetter("dtype"), layout.calls)
+        known = layout.measured or half or is_traced() or len(losses) < 2
         return None if known or not self._layouts.draws_watched(structure) else ALARM.drawn(losses)
 
     def _run(self, collector: NormCollector) -> bool:

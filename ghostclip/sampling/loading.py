@@ -56,7 +56,7 @@ KEPT = (
 
 REMEDY = "pass a plain DataLoader (shuffle=True or False), or the dataset itself with batch_size=..."
 INSTEAD: dict[Any, str] = {
-    DistributedSampler: ". Each process needs the whole dataset: the engine shares every logical batch out among them",
+    DistributedSampler: ". Each process needs the whole dataset: the engine shares every logical batch out itself",
     SubsetRandomSampler: ". For a part of the data give Subset(dataset, indices)",
     WeightedRandomSampler: ". For rare classes weight the losses: cross_entropy(..., weight=weights, reduction='none')",
 }

@@ -266,7 +266,7 @@ def test_an_engine_whose_budget_is_used_up_can_be_saved(by_hand: bool, tmp_path:
 def test_a_sampler_that_shares_out_is_told_who_does() -> None:
     data = runs.data()
     loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=2, rank=0))
-    with pytest.raises(PrivacyError, match="the engine shares every logical batch out among them itself"):
+    with pytest.raises(PrivacyError, match="the engine shares every logical batch out itself"):
         runs.engine_for(runs.network(), None, loader)
 
 
