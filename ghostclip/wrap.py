@@ -32,9 +32,9 @@ ELSEWHERE = {"transformers": "ghostclip.integrations.huggingface_layers"}
 OWN = ("ghost_path", "ghost_batch_dim")
 # The hooks of clippers that `unwrap` took off a module, which has them again once it is wrapped: they go on with it.
 _taken_off = weakref.WeakKeyDictionary[torch_nn.Module, list[Any]]()
-# What `replace` takes; timm's BatchNormAct2d has dropout and an activation behind it, as children.
 # What a group of GroupNorm has at least in place of BatchNorm1d, where there are so many channels.
 FEWEST_IN_GROUP = 16
+# What `replace` takes; timm's BatchNormAct2d has dropout and an activation behind it, as children.
 BATCHNORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "BatchNormAct2d")
 
 

@@ -349,9 +349,8 @@ def test_a_forward_before_the_loop_s_own_is_no_forward_of_examples() -> None:
     model, optimizer, loader = private(PrivacyEngine(), "words", layers)
     for batch in loader:
         model(batch[0][:1])  # to see the shape of what it returns
-        optimizer.zero_grad()
-        mean_loss(model, batch).backward()
-        optimizer.step()
+        step = taken(optimizer, model, batch, lambda batch=batch: mean_loss(model, batch).backward())
+        assert_by_hand(step, mean_loss, optimizer.expected_batch_size)
 
 
 def test_the_optimizer_has_what_programs_ask_of_opacus_s() -> None:
