@@ -155,10 +155,10 @@ class Planner:
             # Inside a graph nothing can be timed.
             outside = self.choices.get((term.key, keep, may_keep, False, False))
             costs = {name: cost for name, cost in outside.milliseconds.items() if name in allowed} if outside else {}
-            reason = "fastest measured outside of the graph"
-            name = min(costs, key=costs.__getitem__, default=ordered[0])
+            name, reason = ordered[0], "fewest flops (nothing measured outside of the graph)"
         else:
             costs = self._costs(term, ordered, keep, may_keep, raised)
+        if costs:
             name, reason = self._fastest(costs, {way for way in costs if may_keep and candidates[way].keeps}, raised)
         kept = may_keep and candidates[name].keeps
         texts = {way: _text(error) for way, error in raised.items()}

@@ -271,6 +271,13 @@ CLIPPING = [
         ("tests/clipper/test_clipper_guards.py",),
     ),
     Mutant(
+        "graphs choose the fastest alone, whatever is kept",
+        "ghostclip/planner.py",
+        "        if costs:\n            name, reason = self._fastest(costs, {way for way in costs if",
+        "        if costs:\n            name, reason = self._fastest(costs, {way for way in costs if not traced and",
+        ("tests/layers/test_planner.py",),
+    ),
+    Mutant(
         "norms that are to be exact may cancel",
         "ghostclip/planner.py",
         "answer, choice = self._exact_answer(term) if exact else",

@@ -34,6 +34,17 @@ def test_a_changed_measurement_changes_the_plan(costs, expected):
     assert choice.milliseconds == dict(zip(("direct", "gram"), costs, strict=True))
 
 
+def test_a_graph_chooses_by_the_same_comparison(monkeypatch):
+    """What keeps gradients is taken where it is a little slower, as in the uncompiled passes."""
+    planner = planner_that_measures([1.1, 0.0, 1.0])  # direct, the sum where none is kept, gram
+    term = linear_term(positions=20)
+    _, outside = planner.answer(term, keep=True)
+    monkeypatch.setattr("ghostclip.planner.is_traced", lambda: True)
+    _, inside = planner.answer(term, keep=True)
+    assert outside.milliseconds == inside.milliseconds == {"direct": 1.1, "gram": 1.0}
+    assert (outside.name, inside.name, inside.keep) == ("direct", "direct", True)
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_layer_without_outputs(keep):
     """It has no gradient, and still is one of several examples."""
