@@ -2452,6 +2452,27 @@ OF_COMPANY = [
         ("tests/clipper/test_mixing_scales.py", "-k", "hides_no_order and rows_by_time and 11"),
     ),
     Mutant(
+        "pairs of examples that were behind a mask are not looked for again",
+        "ghostclip/graph/moves.py",
+        "any(each.crossed or not each.is_regular for each in seen)",
+        "any(each.is_shared for each in seen)",
+        ("tests/laws/test_law_of_mixing.py", "-k", "a_mask_that_opens"),
+    ),
+    Mutant(
+        "copies in one of two orders taken for those in the other",
+        "ghostclip/graph/moves.py",
+        "return word not in op.IN_PLACE and any(",
+        "return False and any(",
+        ("tests/laws/test_law_of_mixing.py", "-k", "a_mask_that_opens and order"),
+    ),
+    Mutant(
+        "as_strided taken to read what it read before",
+        "ghostclip/graph/operations.py",
+        "COPY_INTO_SLICES, AS_STRIDED}",
+        "COPY_INTO_SLICES}",
+        ("tests/laws/test_law_of_mixing.py", "-k", "a_mask_that_opens and memory"),
+    ),
+    Mutant(
         "the backward of a function of somebody's own is not looked at",
         "ghostclip/graph/moves.py",
         "return rows is None or not _keeps_apart(node, rows, examples)",

@@ -72,9 +72,9 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
     # Checkpointing computes a block again for whatever is read of it, and keeps what it computed.
     recomputed = any(call.has_saved_tensor_hooks for call in uses.calls)
     by_lengths = any(call.lengths and call.sources for call in uses.calls)
-    # Whether the rows of some tensor of the examples have several owners along every dimension.
-    spread = any(each.is_shared and node not in constant for (node, _), each in owned.items())
-    if uses.hooked or by_lengths or spread:
+    seen = [each for (node, _), each in owned.items() if node not in constant and not each.zero]
+    # What is zero in this batch, as pairs of examples behind a mask are, may belong to several in the next.
+    if uses.hooked or by_lengths or any(each.crossed or not each.is_regular for each in seen):
         return None
     indexed, views = list[tuple[int, Rows | None]](), list[tuple[int, Rows, Rows]]()
     for place, node in enumerate(uses.nodes):
@@ -106,7 +106,8 @@ def _may_mix(node: Any, word: str, owned: Mapping[Edge, Owned]) -> bool:
     if word in op.POINTWISE:
         return _shifts(node, owned)
     if word in op.SHAPING:
-        return False
+        ends = [owned.get(edge) for edge in (*node.next_functions, (node, 0))]
+        return word not in op.IN_PLACE and any(each is not None and each.ambiguous for each in ends)
     if word not in op.KNOWN and not op.ATTENTION.search(word):
         return True
     dims = [(slot, edge, _dim(edge, owned)) for slot, edge in enumerate(node.next_functions)]
@@ -192,7 +193,7 @@ def _moves(node: Any, rows: Rows | None, examples: int) -> bool:
     word = op.word_of(node)
     if is_own_function(node):
         return rows is None or not _keeps_apart(node, rows, examples)
-    if word == op.COPY_INTO_SLICES:
+    if word in (op.COPY_INTO_SLICES, op.AS_STRIDED):
         return rows is None or not _copies_in_place(node, rows, examples)
     shape = _shape(node.next_functions[0] if node.next_functions[0][0] is not None else (node, 0))
     moved = _moved_dimensions(node, word, shape)
@@ -213,13 +214,13 @@ def _moved_dimensions(node: Any, word: str, shape: torch.Size) -> Collection[int
 
 
 def _copies_in_place(node: Any, rows: Rows, examples: int) -> bool:
-    """Whether what is done to a part of a tensor in place leaves the entries of each example to this example.
+    """Whether what is done to a part of a tensor in place, or as it lies in memory, leaves each example its entries.
 
     The node doesn't say what is done, and to which part. Its backward does: given 1, 2, ... as the numbers of examples
     in place of ones, it gives each input as many times as much as the example's number says.
 
     Args:
-        node: with the whole tensor as its output, and as its first input.
+        node: with the whole tensor as its output, and, in place, as its first input.
         rows: of the output.
         examples: B.
     """
@@ -227,13 +228,14 @@ def _copies_in_place(node: Any, rows: Rows, examples: int) -> bool:
     # While a graph is written down, nothing can be looked at.
     if is_traced() or not output.dtype.is_floating_point or not _in_order(rows, shape, examples):
         return False
+    whole = 0 if op.word_of(node) == op.COPY_INTO_SLICES else None
     ones = torch.ones(shape, dtype=output.dtype, device=output.device)
     numbers = ones * _numbered(ones, rows, examples)
     with torch.no_grad():
         plain, marked = (found if isinstance(found, tuple) else (found,) for found in (node(ones), node(numbers)))
     return all(
         each is not None
-        and _follows(each, marked[slot], [rows] if slot == 0 else _in_any_dimension(each, examples), examples)
+        and _follows(each, marked[slot], [rows] if slot == whole else _in_any_dimension(each, examples), examples)
         for slot, (each, (below, _)) in enumerate(zip(plain, node.next_functions, strict=False))
         if below is not None
     )

@@ -24,7 +24,7 @@ POINTWISE = _words("""
 """)
 # The same numbers in another shape or type.
 SHAPING = _words("""
-    Alias AsStrided ChannelShuffle Chunk Clone Conj ConjPhysical ConstantPadNd DiagEmbed Diagonal DiagonalBackward
+    Alias ChannelShuffle Chunk Clone Conj ConjPhysical ConstantPadNd DiagEmbed Diagonal DiagonalBackward
     Lift LiftFresh NegView Permute PixelShuffle PixelUnshuffle ReflectionPad1D ReflectionPad2D ReflectionPad3D Repeat
     ReplicationPad1D ReplicationPad2D ReplicationPad3D ReshapeAlias ReshapeCopy Rot90 Select SelectBackward Slice
     SliceBackward Split SplitWithSizes Squeeze Stack T ToCopy Transpose Tril Triu Unbind Unfold UnsafeSplit
@@ -50,9 +50,9 @@ PRODUCTS = _words("Addbmm Addmm Addmv Baddbmm Bmm Dot GroupedMm Linear Matmul Mm
 ATTENTION = re.compile("ScaledDotProduct|FlashAttention|EfficientAttention|CudnnAttention")
 # Operations whose entries come from places that indices name.
 INDEXED = _words("""
-    Embedding EmbeddingBag Flip Gather GridSampler2D GridSampler2DCpuFallback GridSampler3D Index IndexAdd IndexCopy
-    IndexFill IndexPut IndexReduce IndexSelect MaskedScatter MaskedSelect MaxUnpool2D MaxUnpool3D Put Roll Scatter
-    ScatterAdd ScatterReduce SegmentReduce Sort Take Topk UnsafeIndex UnsafeIndexPut
+    AsStrided Embedding EmbeddingBag Flip Gather GridSampler2D GridSampler2DCpuFallback GridSampler3D Index IndexAdd
+    IndexCopy IndexFill IndexPut IndexReduce IndexSelect MaskedScatter MaskedSelect MaxUnpool2D MaxUnpool3D Put Roll
+    Scatter ScatterAdd ScatterReduce SegmentReduce Sort Take Topk UnsafeIndex UnsafeIndexPut
     torch::autograd::CopySlices
 """)
 KNOWN = POINTWISE | SHAPING | ALONG | PRODUCTS | INDEXED
@@ -61,12 +61,16 @@ WORD = re.compile(r"(\w+?)Backward\d$")
 MASKED_SCATTER, EMBEDDING = "MaskedScatter", "Embedding"
 # An operation in place on a part of a tensor; its first input is the whole tensor before. It doesn't say which part.
 COPY_INTO_SLICES = "torch::autograd::CopySlices"
+# Reads numbers as they lie in memory, which may be another order in the next batch.
+AS_STRIDED = "AsStrided"
 # Reshapes, which keep the order in which numbers lie.
 VIEWS = {"View", "ReshapeAlias", "UnsafeView", "ReshapeCopy"}
+# Those of SHAPING that leave each number in the row where it was.
+IN_PLACE = VIEWS | {"Alias", "Clone", "Permute", "T", "ToCopy", "Transpose"}
 # Their results may have other dimensions than their first inputs.
 OTHER_DIMENSIONS = {EMBEDDING, "Index", "Take"}
 # Operations that are given an index, a mask or the like beside their inputs in the graph.
-HIDING_CONSTANTS = (INDEXED - {"Flip", "Roll", "Sort", "Topk"}) | {
+HIDING_CONSTANTS = (INDEXED - {AS_STRIDED, "Flip", "Roll", "Sort", "Topk"}) | {
     "Where", "MaskedFill", "NativeDropout", "NllLoss", "NllLoss2D", "CtcLoss", "CudnnCtcLoss", "BinaryCrossEntropy",
     "BinaryCrossEntropyWithLogits", "RreluWithNoise", "NativeBatchNorm", "BatchNormNoUpdate",
 }  # fmt: skip
@@ -91,7 +95,7 @@ BY_CHANNEL = {"CudnnBatchNorm", "NativeBatchNorm"}
 # Operations that move rows or don't, depending on the values of their indices.
 BY_VALUE = {"Index", "IndexPut", "UnsafeIndex", "UnsafeIndexPut", "IndexSelect", MASKED_SCATTER, "Embedding", "Gather",
              "Scatter", "ScatterAdd", "ScatterReduce", "IndexAdd", "IndexCopy", "IndexFill", "IndexReduce",
-             COPY_INTO_SLICES}  # fmt: skip
+             COPY_INTO_SLICES, AS_STRIDED}  # fmt: skip
 
 
 def word_of(node: Any) -> str:

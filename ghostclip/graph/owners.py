@@ -271,7 +271,8 @@ class _Measured:
         said = [each for each in found if not each.is_regular]
         best = said[0] if said else max(found, key=lambda each: each.examples, default=None)
         disputed = best is not None and not said and self._disputed(subject, best, fitting)
-        return best and replace(best, ambiguous=len(found) > 1, disputed=disputed)
+        dims = {each.rows.dim for each in found if each.rows is not None}
+        return best and replace(best, ambiguous=len(found) > 1, crossed=len(dims) > 1, disputed=disputed)
 
     def _candidates(self, subject: Subject, indices: Sequence[RowIndex]) -> Iterator[Rows]:
         """What a subject's rows may be."""

@@ -51,6 +51,7 @@ class Owned:
         zero: all of its gradient is zero, so that nothing was shown.
         loose: some row fits to within `MarkScheme.tolerance` only, so that small examples may have a part in it.
         ambiguous: the rows fit another order or dimension as well, as where only a diagonal isn't zero.
+        crossed: they fit another dimension as well.
         disputed: in such another order, rows that aren't finite would be those of other examples.
     """
 
@@ -59,6 +60,7 @@ class Owned:
     zero: bool = False
     loose: bool = False
     ambiguous: bool = False
+    crossed: bool = False
     disputed: bool = False
 
     @property

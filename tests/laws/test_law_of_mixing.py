@@ -5,7 +5,20 @@ import functools
 import pytest
 import torch
 from law_checks import assert_letters, letters, truth
-from mixing_programs import GATED, GATES, HOOKS, MIXTURES, NETWORKS, NEVER, WEAK, WHOLE, between, hooked
+from mixing_programs import (
+    BEHIND_A_MASK,
+    EXAMPLES,
+    GATED,
+    GATES,
+    HOOKS,
+    MIXTURES,
+    NETWORKS,
+    NEVER,
+    WEAK,
+    WHOLE,
+    between,
+    hooked,
+)
 from random_mixing import mixed_program
 
 from ghostclip.graph import marks
@@ -96,6 +109,14 @@ def test_a_gate_that_opens(mixture, network):
     expect = f"{expect[:-1]}S" if mixture in WEAK else expect
     program = between(mixture, network, forward, expect, lambda number: (torch.tensor(GATES[number]),))
     assert_letters(program)
+
+
+@pytest.mark.parametrize("name", BEHIND_A_MASK, ids=underscored)
+def test_a_mask_that_opens(name):
+    """The same graph: what is zero behind the mask of the first two batches is a pair of examples in the next."""
+    diagonal = torch.eye(EXAMPLES, dtype=torch.bool)
+    masks, expect = {"E": diagonal, "R": torch.ones_like(diagonal)}, "EERERR"
+    assert_letters(between(name, "perceptron", BEHIND_A_MASK[name], expect, lambda number: (masks[expect[number]],)))
 
 
 @every_hook

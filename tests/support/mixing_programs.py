@@ -1,11 +1,13 @@
 """Programs in which one row has two owners: each batch is to be refused.
 
 ``MIXTURES`` maps activations [B, ...] to activations in which examples meet; they are put between the layers of several
-networks. ``HOOKS`` do the same to gradients. The others are whole programs.
+networks. ``HOOKS`` do the same to gradients. ``BEHIND_A_MASK`` mix where a mask lets them. The others are whole
+programs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +122,41 @@ NETWORKS: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], tuple[int, 
     "convolutions": (_convolutions, (2, 9)),
     "transformer": (_transformer, (EXAMPLES, WIDTH)),
 }
+
+
+def repeated_out_of_order(h: Tensor, own: Tensor) -> Tensor:
+    """[B + 1, B] copies: where each is its own example's, their order could be another one as well."""
+    copies = h.repeat(len(h) + 1, 1)
+    rows = torch.arange(len(copies))
+    kept = own[rows // (len(h) + 1), rows % len(h)].unsqueeze(1)
+    return (copies * kept).view(len(h), -1, h.shape[1]).sum(1)
+
+
+def windows(h: Tensor, own: Tensor) -> Tensor:
+    kept = torch.stack([own[:, 0], own.any(1)], 1).unsqueeze(1)
+    return (F.pad(h, (0, 0, 1, 0)).unfold(0, 2, 1) * kept).sum(2)
+
+
+def in_memory_order(h: Tensor, own: Tensor) -> Tensor:
+    ones = torch.ones(h.shape) if own[0, -1] == 0 else torch.ones(h.T.shape).T
+    return (ones * h).as_strided(h.shape, (h.shape[1], 1))
+
+
+# (activations [B, d], mask [B, B]): with a mask of the diagonal each example is by itself, with one of ones they mix.
+BEHIND_A_MASK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "products": lambda h, own: h + ((h @ h.T) * own).sum(1, keepdim=True),
+    "einsum": lambda h, own: h + (torch.einsum("id,jd->ij", h, h) * own).sum(1, keepdim=True),
+    "logsumexp": lambda h, own: h + (h @ h.T).masked_fill(~own, -math.inf).logsumexp(1, keepdim=True),
+    "picked": lambda h, own: h + (h @ h.T).gather(1, own.long().argmax(1, keepdim=True)),
+    "distances": lambda h, own: h + (torch.cdist(h, 2 * h + 1) * own).sum(1, keepdim=True),
+    "convolution": lambda h, own: h + (F.conv1d(h[:, :, None], h[:, :, None])[..., 0] * own).sum(1, keepdim=True),
+    "repeated": lambda h, own: (h.repeat(len(h), 1).view(len(h), len(h), -1) * own[..., None]).sum(1),
+    "repeated out of order": repeated_out_of_order,
+    "the first to all": lambda h, own: h + own[:, :1] * h[:1],
+    "the one before": lambda h, own: h + own[:, :1] * F.pad(h, (0, 0, 1, 0))[:-1],
+    "windows": windows,
+    "memory in another order": in_memory_order,
+}  # fmt: skip
 
 
 def between(
