@@ -2454,16 +2454,23 @@ OF_COMPANY = [
     Mutant(
         "pairs of examples that were behind a mask are not looked for again",
         "ghostclip/graph/moves.py",
-        "any(each.crossed or not each.is_regular for each in seen)",
-        "any(each.is_shared for each in seen)",
+        "    return not all(alike) or any(each.crossed for each in seen.values())\n",
+        "    return False\n",
         ("tests/laws/test_law_of_mixing.py", "-k", "a_mask_that_opens"),
     ),
     Mutant(
         "copies in one of two orders taken for those in the other",
         "ghostclip/graph/moves.py",
-        "return word not in op.IN_PLACE and any(",
-        "return False and any(",
+        " or (word in op.REARRANGING and not loose.isdisjoint(_ends(node))):",
+        ":",
         ("tests/laws/test_law_of_mixing.py", "-k", "a_mask_that_opens and order"),
+    ),
+    Mutant(
+        "two texts of each example that are flattened are measured in every batch",
+        "ghostclip/graph/moves.py",
+        "    alike = [any(_fits(each, owner) for owner in explained) for each in irregular.values()]\n",
+        "    alike = [False for each in irregular.values()]\n",
+        ("tests/integrations/test_trl.py", "-k", "not_every_batch"),
     ),
     Mutant(
         "as_strided taken to read what it read before",
@@ -2471,6 +2478,20 @@ OF_COMPANY = [
         "COPY_INTO_SLICES, AS_STRIDED}",
         "COPY_INTO_SLICES}",
         ("tests/laws/test_law_of_mixing.py", "-k", "a_mask_that_opens and memory"),
+    ),
+    Mutant(
+        "batches are taken from another loop while the first is there",
+        "ghostclip/sampling/batches.py",
+        "ready(left=self._turn == 0 and not in_loop)",
+        "ready(left=self._turn == 0)",
+        ("tests/engine/test_engine_turns.py", "-k", "another_loop"),
+    ),
+    Mutant(
+        "steps taken without the ledger stay out of it",
+        "ghostclip/engine/budget.py",
+        "if self.ledger is not None and (count := self.ledger.take_in(runs)):",
+        "if False and (count := self.ledger.take_in(runs)):",
+        ("tests/privacy/test_engine_ledger.py", "-k", "without_the_ledger"),
     ),
     Mutant(
         "the backward of a function of somebody's own is not looked at",

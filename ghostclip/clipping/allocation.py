@@ -161,6 +161,8 @@ def same_groups(kind: str, needed: set[str], given: set[str]) -> None:
         missing, unknown = sorted(needed - given), sorted(given - needed)
         begins = [name for name in unknown if any(group.startswith(f"{name}.") for group in missing)]
         hint = f"; {begins[0]}.* stands for all that begin so" if begins and kind == "thresholds" else ""
+        if not missing:
+            hint = "; a group whose parameters are all frozen is none: build a policy and an engine for what is trained"
         raise ValueError(
             f"{kind} must name each group once; missing: {missing or 'none'}, unknown: {unknown or 'none'}{hint}"
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.clipping.allocation import TOLERANCE, GlobalNoise, NoiseAllocation, same_groups
+from ghostclip.clipping.allocation import TOLERANCE, GivenNoise, GlobalNoise, NoiseAllocation, same_groups
 from ghostclip.clipping.groups import Groupwise, joint_weights
 from ghostclip.clipping.partitions import ByLayer, Partition
 from ghostclip.clipping.scaling import AutoS, AutoV, Clip, NormScaling, Psac
@@ -63,6 +63,10 @@ class Composed(Groupwise):
             raise TypeError(f"scaling must be a function of (norms, threshold); got {self.scaling!r}")
         if isinstance(self.rule, Quantiles) and type(self.rule) is not Quantiles:
             raise TypeError(f"thresholds is of a subclass of Quantiles, whose counts nothing bounds; got {self.rule!r}")
+        if isinstance(self.rule, Quantiles) and isinstance(self.noise, GivenNoise):
+            raise ValueError(
+                "GivenNoise goes with thresholds that stay, and Quantiles' follow the norms; use ProportionalNoise"
+            )
         if scaling is not None and isinstance(self.rule, JointBound):
             raise ValueError("JointBound has a function of its own in place of a scaling; leave scaling out")
         self._sizes: dict[str, int] = {}

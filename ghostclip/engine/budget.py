@@ -210,6 +210,8 @@ class Spending:
         self._added += 1
         for run, spent in runs.items():
             self._runs[run] |= Counter(spent)
+        if self.ledger is not None and (count := self.ledger.take_in(runs)):
+            log.warning("%d steps of this training that weren't in the ledger %s are now", count, self.ledger.path)
 
     def _refuse_two_continuations(self, runs: Runs) -> None:
         """Raises PrivacyError where these runs and the known ones went on with one mechanism after different steps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,12 @@ NO_STEP = (
     "engine.step(batch, loss_fn), with optimizer.step() after `for examples in batch.physical()` (a loop of your own, "
     "docs/training.md), or with batch.discard(), which charges it (engine.batches().discard() where it is out of reach)"
 )
+
+LEFT = (
+    "a logical batch was left before its step, by an exception or a break, and is not charged; call batch.discard(), "
+    "which charges it, where a batch is left for what is in it"
+)
+log = logging.getLogger("ghostclip")
 
 
 class Release:
@@ -114,16 +121,21 @@ class Release:
             self.batch.state = self._ended = state
             self.batch = None
 
-    def ready(self, new_loop: bool) -> None:
+    def ready(self, left: bool) -> None:
         """Raises PrivacyError unless the next logical batch may be taken.
 
         The one before must have had its step, or have been left by an exception: one that came up in the engine, or one
         by which the loop over its physical batches, and then that over ``engine.batches()``, was left.
+
+        Args:
+            left: whether that loop is gone. Nothing tells whether an exception or a break left it.
         """
         try:
             self.updates.check()
-            if self.state is BatchState.COMPLETE or (self.state is BatchState.ACCUMULATING and not new_loop):
+            if self.state is BatchState.COMPLETE or (self.state is BatchState.ACCUMULATING and not left):
                 raise PrivacyError(NO_STEP)
+            if self.state is BatchState.ACCUMULATING:
+                log.warning(LEFT)
         except PrivacyError as problem:
             # Other ranks may be in the step of the batch that isn't taken here.
             self.ranks.refuse_next(problem)
@@ -272,6 +284,7 @@ class Release:
             held = self._check(batch)
             # Of what is trained now, whether or not the batch had examples: a group more or less shows in the noise.
             self.clipper.passes.group_of()
+            self.noise_shares()
             self.sensitivity = max(self.sensitivity, self.clipper.passes.sensitivity)
             if self.ranks.size > 1:
                 self._agree(held)
@@ -345,7 +358,7 @@ class Release:
     def _private(self, parameters: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:
         """(sum + noise) / batch size, of each parameter."""
         std, batch_size = self.settings.noise_multiplier * self.sensitivity, self.settings.batch_size
-        shares = self.noise_shares() if self._allocated else {}
+        shares = self.noise_shares()
         if self.trace is not None:
             self.trace.released(parameters, sums, [std * shares.get(p, 1.0) for p in parameters])
         if shares:  # divided by which all sums need the same noise

@@ -72,10 +72,10 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
     # Checkpointing computes a block again for whatever is read of it, and keeps what it computed.
     recomputed = any(call.has_saved_tensor_hooks for call in uses.calls)
     by_lengths = any(call.lengths and call.sources for call in uses.calls)
-    seen = [each for (node, _), each in owned.items() if node not in constant and not each.zero]
-    # What is zero in this batch, as pairs of examples behind a mask are, may belong to several in the next.
-    if uses.hooked or by_lengths or any(each.crossed or not each.is_regular for each in seen):
+    seen = {edge: each for edge, each in owned.items() if edge[0] not in constant and not each.zero}
+    if uses.hooked or by_lengths or _is_unclear(uses, seen, examples):
         return None
+    loose = {edge for edge, each in seen.items() if each.ambiguous or not each.is_regular}
     indexed, views = list[tuple[int, Rows | None]](), list[tuple[int, Rows, Rows]]()
     for place, node in enumerate(uses.nodes):
         if node in constant or type(node) is ACCUMULATE or isinstance(getattr(node, "call", None), LayerCall):
@@ -86,13 +86,15 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
             # Lookups in a shared table are left out: the owners of rows of their outputs were measured.
             if edge[0] in constant or (rows is not None and along and rows.dim not in along):
                 continue
+            if word == op.AS_STRIDED and (node, 0) not in seen:  # zero: looked at as soon as it isn't
+                continue
             if word in op.BY_VALUE:
                 indexed.append((place, rows))
             elif _moves(node, rows, examples):
                 return None
         elif is_own_function(node) and not recomputed:
             indexed.append((place, _rows((node, 0), owned)))
-        elif _may_mix(node, word, owned):
+        elif _may_mix(node, word, owned) or (word in op.REARRANGING and not loose.isdisjoint(_ends(node))):
             return None
         elif word in op.VIEWS:
             before, after = _regular(node.next_functions[0], owned), _regular((node, 0), owned)
@@ -101,13 +103,56 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
     return Movements(indexed, views)
 
 
+def _ends(node: Any) -> list[Edge]:
+    return [*node.next_functions, *((node, number) for number in range(len(node._input_metadata)))]
+
+
+def _is_unclear(uses: Uses, seen: Mapping[Edge, Owned], examples: int) -> bool:
+    """Whether what is zero in this batch, as pairs of examples behind a mask are, may belong to several in the next.
+
+    Rows in no regular order are clear where a reshape of a tensor whose rows are in order explains them: [2 B, T, d] of
+    two texts for each example, flattened to [2 B T, d].
+    """
+    irregular = {edge: each for edge, each in seen.items() if not each.is_regular}
+    explained = list[Tensor]()
+    for node in uses.nodes if irregular else ():
+        if op.word_of(node) in op.VIEWS:
+            below, above = node.next_functions[0], (node, 0)
+            for edge, other in ((below, above), (above, below)):
+                if edge in irregular and other in seen:
+                    explained += _reshaped(other, seen[other], edge, irregular[edge], examples)
+    alike = [any(_fits(each, owner) for owner in explained) for each in irregular.values()]
+    return not all(alike) or any(each.crossed for each in seen.values())
+
+
+def _reshaped(edge: Edge, known: Owned, other: Edge, found: Owned, examples: int) -> list[Tensor]:
+    """The owners of a tensor's rows as a reshape of another one has them, whose rows are in order; [] of others."""
+    if known.ambiguous or not known.is_regular or known.rows is None or found.rows is None:
+        return []
+    shape, reshaped, (dim, now) = list(_shape(edge)), list(_shape(other)), (known.rows.dim, found.rows.dim)
+    while len(shape) > dim + 1 and len(reshaped) > now + 1 and shape[-1] == reshaped[-1]:
+        del shape[-1], reshaped[-1]
+    owner = known.rows.owners(shape[dim], examples, torch.device("cpu"))
+    owner = owner.view([-1 if each == dim else 1 for each in range(len(shape))]).expand(shape).reshape(reshaped)
+    owner = owner.movedim(now, 0).flatten(1) if owner.dim() > 1 else owner.unsqueeze(1)
+    return [owner[:, 0]] if bool((owner == owner[:, :1]).all()) else []
+
+
+def _fits(found: Owned, owner: Tensor) -> bool:
+    """Whether all rows that were seen belong to those owners."""
+    if found.rows is None or not isinstance(found.rows.order, RowIndex) or len(found.rows.order) != len(owner):
+        return False
+    index = found.rows.order
+    fits = index.index == owner.to(index.index.device)
+    return bool((fits if index.used is None else fits | ~index.used).all())
+
+
 def _may_mix(node: Any, word: str, owned: Mapping[Edge, Owned]) -> bool:
     """Whether an operation that isn't indexed may bring examples together by its values."""
     if word in op.POINTWISE:
         return _shifts(node, owned)
     if word in op.SHAPING:
-        ends = [owned.get(edge) for edge in (*node.next_functions, (node, 0))]
-        return word not in op.IN_PLACE and any(each is not None and each.ambiguous for each in ends)
+        return False
     if word not in op.KNOWN and not op.ATTENTION.search(word):
         return True
     dims = [(slot, edge, _dim(edge, owned)) for slot, edge in enumerate(node.next_functions)]

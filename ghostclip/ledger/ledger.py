@@ -6,6 +6,7 @@ import os
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,9 +102,38 @@ class Ledger:
 
         Of a block that a run of this process has reserved, only the steps it took count.
         """
-        used = _in_use(self.path)
-        runs = self.contents.totals if used is None else used[1]
+        runs = self._runs()
         return merged(replace(event, count=count) for spent in runs.values() for event, count in spent.items())
+
+    def _runs(self) -> Mapping[str, Counter[Event]]:
+        """{name of a run: how often each event (of count 1) was charged by it}."""
+        used = _in_use(self.path)
+        return self.contents.totals if used is None else used[1]
+
+    def take_in(self, runs: Mapping[str, Mapping[Event, int]]) -> int:
+        """Charges what runs spent elsewhere, as one whose checkpoint is restored, under their own names.
+
+        How the noise of these steps was made isn't known; "standard" claims least.
+
+        Args:
+            runs: {name of a run: how often each event (of count 1) was charged by it}.
+
+        Returns:
+            How many steps the ledger didn't have.
+
+        Raises:
+            LedgerError: they can't be written.
+        """
+        known = self._runs()
+        missing = {run: Counter(spent) - known.get(run, Counter()) for run, spent in runs.items()}
+        for run, event, count in ((run, *each) for run, spent in missing.items() for each in spent.items()):
+            account = Ledger(self.path, block=count).account("standard", "not known: taken in with a checkpoint", run)
+            try:
+                for _ in range(count):
+                    account.charge(event)
+            finally:
+                account.close()
+        return sum(spent.total() for spent in missing.values())
 
 
 class Account:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -129,6 +130,7 @@ class LogicalBatches:
         self._scheme_at: Callable[[int], Scheme] = lambda _: self.scheme
         self._step_number: Callable[[], int] | None = None
         self._draws: Draws | None = None
+        self.loop: Callable[[], _Loop | None] = lambda: None
         self._process = os.getpid()
         self._epoch = self._taken = self._skip = 0
         if given is not None:
@@ -229,7 +231,7 @@ class LogicalBatches:
         if self._taken:
             # The loader takes a number for its workers; in this epoch it had been taken when it was left.
             torch.set_rng_state(before)
-        return _Epoch(draws, loaded, self)
+        return _Loop(_Epoch(draws, loaded, self), self)
 
     def _next_step(self) -> int:
         """The number of the next step, which the owner knows."""
@@ -295,6 +297,21 @@ def _divided(users: Users | None, limit: int | None, share: tuple[int, int], cho
     return [(chosen[start : start + size], None) for start in range(0, len(chosen), size)]
 
 
+class _Loop:
+    """What a loop over the batches holds, and no batch: it is gone once an exception, or a break, has left the loop."""
+
+    def __init__(self, epoch: _Epoch, plan: LogicalBatches) -> None:
+        self._epoch, self._plan = epoch, plan
+
+    def __iter__(self) -> _Loop:
+        return self
+
+    def __next__(self) -> LogicalBatch:
+        batch = self._epoch.next_batch(self._plan.loop() is not None)
+        self._plan.loop = weakref.ref(self)
+        return batch
+
+
 class _Epoch:
     """One pass over the logical batches, which keeps the data loader in step with the training loop.
 
@@ -309,13 +326,15 @@ class _Epoch:
         # physical batch comes next, and one of another sample could hold an example twice.
         self._in_step = True
 
-    def __iter__(self) -> _Epoch:
-        return self
+    def next_batch(self, in_loop: bool) -> LogicalBatch:
+        """Draws the next one; raises StopIteration after the last.
 
-    def __next__(self) -> LogicalBatch:
+        Args:
+            in_loop: whether the loop that the batch before was given to is still there.
+        """
         # Where one of these refuses, the batch before is as it was and may still have its step.
         self._plan.check_size()
-        self._plan.owner.ready(new_loop=self._turn == 0)
+        self._plan.owner.ready(left=self._turn == 0 and not in_loop)
         self._turn += 1
         self._plan.owner.begin(None)
         if self._plan.groups is not None and not self._plan.in_turn(self._draws):

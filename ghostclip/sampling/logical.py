@@ -38,8 +38,12 @@ class BatchState(enum.Enum):
 class BatchOwner(Protocol):
     """Who takes the steps of logical batches, and is told of each."""
 
-    def ready(self, new_loop: bool) -> None:
-        """The next logical batch, or the end of the epoch, is asked for; raises PrivacyError to refuse it."""
+    def ready(self, left: bool) -> None:
+        """The next logical batch, or the end of the epoch, is asked for; raises PrivacyError to refuse it.
+
+        Args:
+            left: whether this is another loop than that of the batch before, which is gone.
+        """
 
     def begin(self, batch: LogicalBatch | None) -> None:
         """The batch is handed out; None: the one before is over."""

@@ -179,6 +179,7 @@ def test_adapted_thresholds_go_through_a_checkpoint(tmp_path) -> None:
         (lambda: c.Composed(partition="layers"), "partition must be a Partition"),
         (lambda: c.Composed(noise=1.0), "noise must be a NoiseAllocation"),
         (lambda: c.Composed(scaling=1.0), "scaling must be a function"),
+        (lambda: c.Composed(thresholds=c.Quantiles(1.0), noise=c.GivenNoise({"a": 1.0})), "use ProportionalNoise"),
     ],
 )
 def test_other_parts_are_refused(make, words: str) -> None:

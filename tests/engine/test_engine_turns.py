@@ -146,6 +146,21 @@ def test_leaving_the_loops_discards(left_by: type[BaseException]) -> None:
     assert steps(engine).steps_taken == 1
 
 
+def test_no_batch_is_taken_from_another_loop_while_the_first_is_there(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever could would look for a batch to their liking, and have the others for nothing."""
+    engine = private(self_check=False)
+    for _ in runs.nonempty(engine):
+        for _ in range(2):
+            with pytest.raises(PrivacyError, match="had no step"):
+                next(iter(engine.batches()))
+        break
+    assert "left before its step" not in caplog.text
+    runs.nonempty(engine)  # nothing is left of the first
+    engine.step(next(iter(engine.batches())), runs.losses_of)
+    assert "left before its step, by an exception or a break, and is not charged" in caplog.text
+    assert engine.steps_taken == 1
+
+
 def test_a_call_that_is_mended_after_an_exception_still_needs_its_step() -> None:
     engine = private(self_check=False)
     epoch = runs.nonempty(engine)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ghostclip.clipping import ByParameter, Composed, EqualNoise, Fixed, PerLayer
+from ghostclip.clipping import ByParameter, Composed, EqualNoise, Fixed, PerLayer, ProportionalNoise
 
 POLICIES = {
     "thresholds by pattern": lambda: PerLayer(thresholds={"*": 1.0}),
@@ -40,3 +40,15 @@ def test_empty_batches_get_the_noise_of_others(name, thaws):
     found = [spread(POLICIES[name](), thaws, seed) for seed in range(16)]
     empty, others = ([each for is_empty, each in found if is_empty == wanted] for wanted in (True, False))
     assert statistics.mean(empty) == pytest.approx(statistics.mean(others), rel=0.03)
+
+
+def test_a_group_without_trained_parameters_is_refused_before_the_charge():
+    """Where the noise of each group was given, nothing of such a step could be released."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
+    policy = Composed(noise=ProportionalNoise({"0": 2.0, "1": 1.0}))
+    engine = runs.engine_for(model, noise_multiplier=1.0, clipping=policy)
+    runs.train(engine, 1)
+    model[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="a group whose parameters are all frozen is none"):
+        runs.train(engine, 1)
+    assert engine.steps_taken == 1

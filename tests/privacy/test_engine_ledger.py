@@ -216,3 +216,19 @@ def test_affordable_steps_are_those_a_slow_count_finds(
     assert found == most_within(limit, past)
     for most in (0, 1, found, found + 1, 2 * found):
         assert affordable(past, EVENT, max_epsilon=limit, delta=1e-3, most=most) == min(most, found)
+
+
+@pytest.mark.parametrize("way", ["restore", "load_state_dict"])
+def test_steps_taken_without_the_ledger_are_in_it_once_the_training_goes_on_with_it(path: Path, way: str) -> None:
+    """Or the next run on these data would be told that they weren't spent."""
+    alone, saved = stepped(engine_for(None), 3), path.with_suffix(".checkpoint")
+    alone.save(saved)
+    for steps in (4, 5):
+        with_ledger = engine_for(path)
+        with_ledger.restore(saved) if way == "restore" else with_ledger.load_state_dict(alone.state_dict())
+        assert spent(path) == with_ledger.steps_taken == steps - 1
+        stepped(with_ledger, 1).detach()
+        assert spent(path) == steps
+        assert engine_for(path).epsilon() == with_ledger.epsilon()
+        alone = with_ledger
+        alone.save(saved)
