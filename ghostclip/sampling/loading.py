@@ -55,9 +55,10 @@ KEPT = (
 )
 
 REMEDY = "pass a plain DataLoader (shuffle=True or False), or the dataset itself with batch_size=..."
+PART = ". For a part of the data give torch.utils.data.Subset(dataset, indices)"
 INSTEAD: dict[Any, str] = {
     DistributedSampler: ". Each process needs the whole dataset: the engine shares every logical batch out itself",
-    SubsetRandomSampler: ". For a part of the data give Subset(dataset, indices)",
+    SubsetRandomSampler: PART,
     WeightedRandomSampler: ". For rare classes weight the losses: cross_entropy(..., weight=weights, reduction='none')",
 }
 
@@ -117,7 +118,7 @@ def loaders_batch_size(loader: DataLoader[Any]) -> int:
 
 
 def check_sampling(loader: DataLoader[Any]) -> None:
-    """Raises PrivacyError unless the loader takes single examples in order or shuffled, which can be replaced."""
+    """Raises PrivacyError unless the loader takes each example once, in order or shuffled, which can be replaced."""
     if loader.batch_sampler is None:
         raise PrivacyError(f"the DataLoader has batch_size=None: it makes no batches of single examples; {REMEDY}")
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -133,6 +134,19 @@ def check_sampling(loader: DataLoader[Any]) -> None:
                 f"know, and the engine's own sampling in its place might not be what it is meant to do; {REMEDY}"
                 + INSTEAD.get(found, "")
             )
+    _check_takes_all(sampler, loader.dataset)
+
+
+def _check_takes_all(sampler: Any, dataset: Any) -> None:
+    """Raises PrivacyError where an epoch of the sampler isn't each example of the data set once."""
+    size, repeats = len(sampler.data_source), getattr(sampler, "replacement", False)
+    taken = getattr(sampler, "num_samples", size)
+    if repeats or not size == taken == len(dataset):
+        raise PrivacyError(
+            f"the DataLoader's {type(sampler).__name__} takes {taken} of {size} examples"
+            f"{', with replacement,' if repeats else ''} for an epoch, and the engine's own sampling in its place "
+            f"would take any of the data set's {len(dataset)}; {REMEDY}{PART}"
+        )
 
 
 def say_sampler_is_replaced(loader: DataLoader[Any], words: str) -> None:

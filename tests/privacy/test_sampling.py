@@ -304,7 +304,7 @@ class OwnBatches(BatchSampler):
         (DataLoader(Squares(), 4, sampler=WeightedRandomSampler([1.0] * 40, 40)), "by WeightedRandomSampler, which"),
         (DataLoader(Squares(), 4, sampler=WeightedRandomSampler([1.0] * 40, 40)), "For rare classes weight the losses"),
         (DataLoader(Squares(), 4, sampler=SubsetRandomSampler(range(5))), "by SubsetRandomSampler, which"),
-        (DataLoader(Squares(), 4, sampler=SubsetRandomSampler(range(5))), "give Subset(dataset, indices)"),
+        (DataLoader(Squares(), 4, sampler=SubsetRandomSampler(range(5))), "give torch.utils.data.Subset(dataset, i"),
         (DataLoader(Squares(), 4, sampler=range(40)), "by range, which"),
         (
             DataLoader(Squares(), batch_sampler=OwnBatches(SequentialSampler(Squares()), 4, False)),
@@ -314,6 +314,15 @@ class OwnBatches(BatchSampler):
         (
             DataLoader(Squares(), batch_sampler=BatchSampler(SubsetRandomSampler([1]), 4, False)),
             "by SubsetRandomSampler, which",
+        ),
+        (DataLoader(Squares(), 4, sampler=RandomSampler(range(30))), "takes 30 of 30 examples for an epoch"),
+        (DataLoader(Squares(), 4, sampler=SequentialSampler(range(10))), "take any of the data set's 40; pass a plain"),
+        (DataLoader(Squares(), 4, sampler=RandomSampler(Squares(), num_samples=30)), "give torch.utils.data.Subset(da"),
+        (DataLoader(Squares(), 4, sampler=RandomSampler(Squares(), num_samples=80)), "takes 80 of 40 examples"),
+        (DataLoader(Squares(), 4, sampler=RandomSampler(Squares(), replacement=True)), "40 examples, with replacement"),
+        (
+            DataLoader(Squares(), batch_sampler=BatchSampler(SequentialSampler(range(10)), 4, False)),
+            "SequentialSampler takes 10 of 10 examples",
         ),
         (DataLoader(Squares(), batch_size=None), "has batch_size=None"),
         (OwnOrder(Squares(), 4), "by OwnOrder.__iter__, which"),
