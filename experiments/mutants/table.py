@@ -4120,8 +4120,8 @@ NOISE_OVER_STEPS = [
     Mutant(
         "a batch that had no step doesn't come again for its group",
         "ghostclip/sampling/batches.py",
-        "draws.next_step == self._step_number()",
-        "True",
+        "return self.groups is None and self._scheme_at",
+        "return self._scheme_at",
         BY_TURNS,
     ),
 ]

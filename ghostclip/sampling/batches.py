@@ -191,9 +191,9 @@ class LogicalBatches:
         """From the next loop on batches are drawn by a schedule.
 
         Args:
-            scheme_at: from a step's number to how its batch is drawn.
+            scheme_at: from a step's number to how its batch is drawn; the same object for all steps of a stage.
             largest: about the most units in a batch.
-            step_number: of the next step, asked when a loop begins, and before each batch where groups take turns.
+            step_number: of the next step, asked when a loop begins and before each batch.
         """
         self._scheme_at, self._largest, self._step_number = scheme_at, largest, step_number
 
@@ -238,8 +238,13 @@ class LogicalBatches:
         return self._epoch * len(self) + self._taken if self._step_number is None else self._step_number()
 
     def in_turn(self, draws: Draws) -> bool:
-        """Whether the next batch of ``draws`` is of the group whose turn it is: one that wasn't charged had none."""
-        return self.groups is None or self._step_number is None or draws.next_step == self._step_number()
+        """Whether the next batch of ``draws`` is of the group, or the stage of a schedule, whose turn it is.
+
+        A batch that wasn't charged had no turn.
+        """
+        if self._step_number is None or draws.next_step == (step := self._step_number()):
+            return True
+        return self.groups is None and self._scheme_at(draws.next_step) is self._scheme_at(step)
 
     def position(self, again: bool = False) -> tuple[int, int, Mapping[str, Any] | None]:
         """Where sampling stands: epochs that are over, batches taken in this one, the state of a seeded generator.
@@ -360,7 +365,7 @@ class _Epoch:
 
     def _catch_up(self) -> None:
         """Takes what is left of a batch from the data loader, so that the next one's examples come next."""
-        reopen, self._in_step = not self._in_step, False
+        reopen, self._in_step = not self._in_step or not self._plan.in_turn(self._draws), False
         if reopen:
             self._loaded = iter(())
             self._loaded = self._plan.reopened(self._draws)

@@ -8,7 +8,7 @@ import private_runs as runs
 import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import clipping as c
 from ghostclip.clipping import Schedule, Stage
@@ -136,15 +136,54 @@ def test_a_discarded_batch_is_charged_as_its_stage_and_a_failed_one_is_not() -> 
     assert engine.events == [SampledGaussian(8 / SIZE, 1.5, 3), SampledGaussian(1.0, 0.75, 3)]
 
 
-def test_within_a_loop_a_failed_batch_keeps_charges_and_terms_together() -> None:
-    """The loop's samples are drawn ahead: the next one is charged at the rate at which it was drawn."""
-    engine = engine_for(schedule=Schedule([Stage(1), Stage(1, batch_size=SIZE), Stage(1)]))
-    loop = iter(engine.batches())
+def fail(engine, batch) -> None:
     with pytest.raises(ZeroDivisionError):
-        engine.step(next(loop), lambda *_: 1 / 0)
+        engine.step(batch, lambda *_: 1 / 0)
+
+
+def test_within_a_loop_a_failed_batch_keeps_charges_and_terms_together() -> None:
+    """The next batch is drawn, and charged, as of the stage in which the failed one had no step."""
+    engine = engine_for(schedule=Schedule([Stage(1, batch_size=SIZE), Stage(1, batch_size=1), Stage(1)]))
+    loop = iter(engine.batches())
+    fail(engine, next(loop))
     assert engine.events == []
     assert len(engine.step(next(loop), runs.losses_of).losses) == SIZE
     assert engine.events == [SampledGaussian(1.0, 1.5)]
+
+
+@pytest.mark.parametrize("failed", [0, 1, 2, 4])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.*replaced by:UserWarning", "ignore:.*fork.*:DeprecationWarning")
+def test_a_failed_batch_takes_no_step_from_its_stage(failed: int, workers: int) -> None:
+    """Of each stage as many steps are taken as it has, and all that are planned."""
+    data = DataLoader(runs.data(SIZE, torch.float64), 4, num_workers=workers)
+    stages = Schedule([Stage(2), Stage(4, noise_factor=0.5, batch_size=SIZE)])
+    engine = engine_for(
+        dataset=data, batch_size=4, max_physical_batch_size=4, noise_multiplier=None, target_epsilon=9.0,
+        schedule=stages, self_check=False,
+    )  # fmt: skip
+    sizes, number = [], 0
+    while engine.steps_taken < 6:
+        for batch in engine.batches():
+            number += 1
+            if number == failed + 1:
+                fail(engine, batch)
+            elif engine.steps_taken < 6:
+                sizes.append(len(engine.step(batch, runs.losses_of).losses))
+            else:
+                break
+    assert sizes[2:] == [SIZE] * 4
+    assert [event.count for event in engine.events] == [2, 4]
+    assert engine.epsilon() <= 9.0
+
+
+def test_a_loader_is_not_opened_again_within_a_stage(monkeypatch) -> None:
+    for options in ({"schedule": None}, {"schedule": Schedule([Stage(9)])}):
+        engine = engine_for(**options)
+        monkeypatch.setattr(engine.batches(), "reopened", None)
+        loop = iter(engine.batches())
+        fail(engine, next(loop))
+        engine.step(next(loop), runs.losses_of)
 
 
 def test_a_checkpoint_goes_on_at_its_stage(tmp_path) -> None:
