@@ -229,8 +229,8 @@ class _TensorRows(Dataset[Any]):
     """A TensorDataset that gives a physical batch by indexing, which is far faster than collating single examples."""
 
     def __init__(self, dataset: TensorDataset) -> None:
-        self._tensors = dataset.tensors
+        self._dataset = dataset
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         rows = torch.tensor(indices, device="cpu")
-        return [tensor[rows] for tensor in self._tensors]
+        return [tensor[rows] for tensor in self._dataset.tensors]

@@ -60,6 +60,15 @@ def test_another_number_of_examples_is_refused_at_the_next_batch(kind: str, chan
     assert engine.epsilon() > 0
 
 
+def test_tensors_that_a_data_set_is_given_later_are_loaded() -> None:
+    data = runs.data(SIZE)
+    batches = LogicalBatches(data, batch_size=SIZE)
+    for value in (1.0, 2.0):
+        data.tensors = (torch.full((SIZE, 1), value),)
+        (part,) = next(iter(batches)).physical()
+        assert torch.equal(part[0], data.tensors[0])
+
+
 @pytest.mark.parametrize("kind", [list, lambda rows: dict(enumerate(rows))], ids=["list", "dict"])
 @pytest.mark.parametrize("take", [runs.gather, lambda engine, batch: engine.step(batch, runs.losses_of)])
 def test_examples_that_are_gone_when_they_are_loaded_are_refused(take: Any, kind: Any) -> None:
