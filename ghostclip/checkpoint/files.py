@@ -55,13 +55,16 @@ class Stored:
     private: dict[str, Any]
 
 
-def save(path: str | os.PathLike[str], public: Mapping[str, Any], private: Mapping[str, Any]) -> None:
+def save(
+    path: str | os.PathLike[str], public: Mapping[str, Any], private: Mapping[str, Any], *, folder_mode: int = 0o777
+) -> None:
     """Writes a checkpoint; returns once it is on the disk. A crash at any time leaves this one or the one before.
 
     Args:
         path: a folder of that name is made or replaced; the one before is kept as ``<path>.previous``.
         public: {part: state}, states as `packed` takes them, tensors in ``PARTS`` only.
         private: likewise; goes to the private files.
+        folder_mode: of the folder, before the umask.
 
     Raises:
         PrivacyError: a state can't be held, the path holds something else, or safetensors is not installed.
@@ -78,7 +81,7 @@ def save(path: str | os.PathLike[str], public: Mapping[str, Any], private: Mappi
     known = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in files.items()}
     manifest = {"format": FORMAT, "version": VERSION, "files": known, "state": state}
     text = json.dumps({"digest": _digest(manifest), "manifest": manifest}, indent=1, allow_nan=False)
-    replace_folder(place_of(path), files | {MANIFEST: text.encode()}, PRIVATE_FILES, NAMES, _looks_intact)
+    replace_folder(place_of(path), files | {MANIFEST: text.encode()}, PRIVATE_FILES, NAMES, _looks_intact, folder_mode)
 
 
 def load(path: str | os.PathLike[str]) -> Stored:

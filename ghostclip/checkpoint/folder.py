@@ -56,6 +56,7 @@ def replace_folder(
     private: frozenset[str],
     known: frozenset[str],
     intact: Callable[[Path], bool],
+    mode: int = 0o777,
 ) -> None:
     """Makes ``place`` a folder of ``files``; what was there becomes the previous one, if it is ``intact``.
 
@@ -65,6 +66,7 @@ def replace_folder(
         private: names that only the owner may read.
         known: names that a folder may hold to be replaced.
         intact: whether a folder is worth keeping.
+        mode: of the folder, before the umask.
 
     Raises:
         PrivacyError: something else is in the way, or another process is writing here.
@@ -75,7 +77,7 @@ def replace_folder(
         _refuse_other(folder, known)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(partial):
+        with _locked(partial, mode):
             try:
                 for entry in partial.iterdir():
                     entry.unlink()
@@ -124,12 +126,12 @@ def _refuse_other(folder: Path, known: frozenset[str]) -> None:
 
 
 @contextmanager
-def _locked(partial: Path) -> Iterator[None]:
+def _locked(partial: Path, mode: int) -> Iterator[None]:
     """Makes the folder, or takes over what a crash left; no other process may be writing into it."""
     import fcntl
 
     with suppress(FileExistsError):
-        partial.mkdir()
+        partial.mkdir(mode)
     try:
         descriptor = os.open(partial, os.O_RDONLY | os.O_CLOEXEC)
     except BaseException:

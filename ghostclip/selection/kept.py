@@ -76,7 +76,7 @@ def folder_of(ledger: Ledger) -> Path:
 
 
 class KeptRuns:
-    """Runs in a checkpoint's folder: there whole or not at all, after a crash too.
+    """Runs in a checkpoint's folder, for its owner only: there whole or not at all, after a crash too.
 
     Args:
         folder: to write.
@@ -135,7 +135,7 @@ class KeptRuns:
 
     def _save(self, runs: Runs) -> None:
         state = {field.name: getattr(runs, field.name) for field in fields(Runs)}
-        checkpoint.save(self._folder, {"search": self._search}, {"runs": state})
+        checkpoint.save(self._folder, {"search": self._search}, {"runs": state}, folder_mode=0o700)
 
 
 def _in_order(value: Any) -> Any:

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import stat
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -150,6 +151,8 @@ def test_an_interrupted_search_goes_on_with_the_same_runs(fail_at: int, path: Pa
     runs = Trainings(lambda run: -run, fail_at)
     with pytest.raises(KeyboardInterrupt):
         runs.select(path)
+    kept = [folder for folder in path.parent.glob(f"{path.name}.search*") if folder.is_dir()]
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in kept} == {0o700}
     drawn = checkpoint.load(folder_of(Ledger(path))).private["runs"]["settings"]
     best = runs.select(path)
     assert [CANDIDATES[number] for number in drawn] == runs.settings  # none twice, none left out
