@@ -187,7 +187,7 @@ class OuterProduct(PerExampleGrads):
 
     def per_example(self) -> Tensor:
         gradients = torch.bmm(to_float32(self.left).mT, to_float32(self.right))
-        return gradients.reshape(-1, *self.shape)
+        return gradients.reshape(self.examples, *self.shape)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         left, right = to_float32(self.left), to_float32(self.right)

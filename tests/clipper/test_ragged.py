@@ -180,6 +180,24 @@ def test_a_mistake_in_any_batch_is_refused(mistake, build, sizes):
     assert passed <= (0 if len(sizes) <= 32 else 3)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("second_pass", ["auto", "cached", "reweight"])
+def test_layers_of_width_zero_are_exact(second_pass):
+    """The tail of the rarest words has 6 / 4^2 features, which is none, and the rows of some examples only."""
+    model = nn.AdaptiveLogSoftmaxWithLoss(6, 20, [5, 10]).double()
+    x, words = torch.randn(8, 6, dtype=torch.float64), torch.tensor([1, 12, 7, 3, 19, 12, 0, 9])
+
+    def loss(model, batch):
+        return -model(*batch).output
+
+    expected = oracle.per_example_grads(model, lambda output: -output.output, (x, words))
+    clipper = GhostClipper(model, clipping=MAX_NORM, second_pass=second_pass)
+    torch.testing.assert_close(clipper.clip(loss, (x, words)).norms, oracle.norms(expected), **EXACT)
+    for name, total in oracle.clipped_sum(expected, MAX_NORM).items():
+        torch.testing.assert_close(model.get_parameter(name).grad, total, **EXACT)
+    torch.testing.assert_close(clipper.per_example_grads(loss(model, (x, words))), expected, **EXACT)
+
+
 def test_batches_with_and_without_an_index_take_turns():
     model = nn.Linear(FEATURES, 3)
     clipper, x = GhostClipper(model), torch.randn(6, FEATURES)
