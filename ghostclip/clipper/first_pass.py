@@ -294,6 +294,11 @@ def check_losses(losses: Tensor, scale: float) -> None:
             "the losses are not attached to a graph: they were detached or computed under no_grad, or nothing in the "
             "model is trained; compute them from the model's output with gradients on"
         )
+    if losses.grad_fn is None:
+        raise LossShapeError(
+            "the losses are a parameter, or another tensor that nothing computed; compute them from the batch by the "
+            "model, one per example"
+        )
 
 
 def check_type(losses: Any) -> None:

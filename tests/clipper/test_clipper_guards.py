@@ -38,6 +38,16 @@ def test_losses_of_another_shape_are_refused_by_every_call(wrong, remedy):
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_parameters_are_no_losses():
+    """Norms of zero would say that no example moves them."""
+    model = nn.Linear(3, 4)
+    clipper = ghostclip.GhostClipper(model)
+    for call in (clipper.norms, clipper.per_example_grads, clipper.backward):
+        with pytest.raises(LossShapeError, match="compute them from the batch"):
+            call(model.bias)
+    assert model.bias.grad is None
+
+
 @pytest.mark.parametrize("name", ["linear", "linear 3-D", "conv2d plain", "embedding repeated", "layernorm 3-D",
                                   "groupnorm 4-D", "lstm output", "gru output"])  # fmt: skip
 @pytest.mark.parametrize("call", ["norms", "per_example_grads", "backward"])

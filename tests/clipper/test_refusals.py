@@ -347,6 +347,8 @@ ROWS: dict[str, Row] = {
                           "can't be multiplied", "compute them in float32"),
     "detached": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: losses(h).detach()), "", "not attached to a graph",
                  "compute them from the model's output with gradients on"),
+    "a leaf": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: nn.Parameter(torch.ones(4))), "",
+               "a parameter, or another tensor that nothing computed", "compute them from the batch"),
     "changed in place": (lambda: stale("input"), "", "was modified in place", "clone it before the change"),
     "freed": (lambda: stale("graph"), "", "was freed", "retain_graph=True"),
     # check with a batch
