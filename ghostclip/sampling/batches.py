@@ -342,8 +342,6 @@ class _Epoch:
         self._plan.owner.ready(left=self._turn == 0 and not in_loop)
         self._turn += 1
         self._plan.owner.begin(None)
-        if self._plan.groups is not None and not self._plan.in_turn(self._draws):
-            self._in_step = False
         self._catch_up()
         self._in_step = False
         physical = self._draws.next_batch()

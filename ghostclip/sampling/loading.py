@@ -118,7 +118,7 @@ def loaders_batch_size(loader: DataLoader[Any]) -> int:
 
 
 def check_sampling(loader: DataLoader[Any]) -> None:
-    """Raises PrivacyError unless the loader takes each example once, in order or shuffled, which can be replaced."""
+    """Raises PrivacyError unless the loader takes any of its examples, in order or at random, which can be replaced."""
     if loader.batch_sampler is None:
         raise PrivacyError(f"the DataLoader has batch_size=None: it makes no batches of single examples; {REMEDY}")
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -134,18 +134,11 @@ def check_sampling(loader: DataLoader[Any]) -> None:
                 f"know, and the engine's own sampling in its place might not be what it is meant to do; {REMEDY}"
                 + INSTEAD.get(found, "")
             )
-    _check_takes_all(sampler, loader.dataset)
-
-
-def _check_takes_all(sampler: Any, dataset: Any) -> None:
-    """Raises PrivacyError where an epoch of the sampler isn't each example of the data set once."""
-    size, repeats = len(sampler.data_source), getattr(sampler, "replacement", False)
-    taken = getattr(sampler, "num_samples", size)
-    if repeats or not size == taken == len(dataset):
+    source: Any = sampler
+    if (taken := len(source.data_source)) != (size := size_of(loader.dataset)):
         raise PrivacyError(
-            f"the DataLoader's {type(sampler).__name__} takes {taken} of {size} examples"
-            f"{', with replacement,' if repeats else ''} for an epoch, and the engine's own sampling in its place "
-            f"would take any of the data set's {len(dataset)}; {REMEDY}{PART}"
+            f"the DataLoader's {type(sampler).__name__} takes the first {taken} of {size} examples, and the engine's "
+            f"own sampling in its place would take any of them; {REMEDY}{PART}"
         )
 
 
