@@ -157,6 +157,7 @@ class Snapshots:
             "spent": {run: [[encoded(e), n] for e, n in spent.items()] for run, spent in self.spending.runs.items()},
             "ledger": self.spending.head,
             "clipping": self._policy_state(),
+            "untested": self.steps.self_check.untested,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,9 +189,10 @@ class Snapshots:
         self.loader.resume(found["progress"]["epoch"], 0, None)
 
     def _count(self, found: Mapping[str, Any]) -> None:
-        """Takes in what was spent, and what the clipping policy learnt."""
+        """Takes in what was spent, whether losses were tested, and what the clipping policy learnt."""
         self.spending.add(_spent_in(found))
         self._elsewhere = self.spending.steps - found["progress"]["steps"]
+        self.steps.self_check.went_on |= found.get("untested", False)  # older checkpoints don't say
         if found["clipping"] is not None:
             self.policy.load_state_dict(found["clipping"])
 

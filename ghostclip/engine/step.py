@@ -45,7 +45,7 @@ class LogicalStep:
         self.release, self.updates, self.micro_batches = release, release.updates, release.micro_batches
         self._clipper, self._optimizer, self._model = release.clipper, release.optimizer, release.clipper.model
         self._sums, self._scaling = release.sums, release.scaling
-        self._self_check = release.self_check = SelfCheck(self._clipper, self._optimizer, self_check)
+        self._self_check = self.self_check = release.self_check = SelfCheck(self._clipper, self._optimizer, self_check)
         policy = self._clipper.clipping
         self._weighing = Weighing(policy) if may_weigh_jointly(policy) else None
         # As a `BatchOwner`.

@@ -60,12 +60,15 @@ class SelfCheck:
             random numbers.
         optimizer: whose first update is watched.
         wanted: False switches all of it off.
+
+    Attributes:
+        went_on: whether the training goes on with steps of a checkpoint that had no test of losses.
     """
 
     def __init__(self, clipper: GhostClipper, optimizer: Optimizer, wanted: bool = True) -> None:
         self._clipper, self._model, self._optimizer, self._wanted = clipper, clipper.model, optimizer, wanted
         self._to_compare = self._to_move = wanted
-        self._saw_examples = self._compared = self._stepped = False
+        self._saw_examples = self._compared = self._stepped = self.went_on = False
         # Trained parameters on which the losses didn't depend, and what warns after the first update.
         self._unused: list[str] = []
         self._warn: Callable[[], None] | None = None
@@ -79,8 +82,11 @@ class SelfCheck:
 
     @property
     def untested(self) -> bool:
-        """Whether steps were taken, and nothing tested whether losses depend on other examples, `check` included."""
-        return self._stepped and not self._compared and self._model not in CHECKED
+        """Whether steps were taken, and nothing tested whether losses depend on other examples, `check` included.
+
+        Comparisons here say nothing of a checkpoint's steps, whose loss function may have been another.
+        """
+        return (self.went_on or (self._stepped and not self._compared)) and self._model not in CHECKED
 
     @property
     def over(self) -> bool:

@@ -1,5 +1,6 @@
 """A restored engine never forgets what was spent, and is refused by name where it isn't the one that was saved."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from checkpointed_runs import engine_of, go, private, state_of
 from torch import nn
 from torch.optim import lr_scheduler
 
+import ghostclip
 from ghostclip import BudgetExceededError, LedgerError, PrivacyError, accounting, checkpoint
 from ghostclip.clipping import Adaptive, Custom, PerLayer
 
@@ -206,3 +208,30 @@ def test_extra_objects_must_be_the_same(tmp_path: Path) -> None:
     for wrong, message in [(plan, "extra must be a dict"), ({"epoch": 3}, r"extra\['epoch'\] must be an object with")]:
         with pytest.raises(TypeError, match=message):
             engine.save(tmp_path / "x", extra=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["a folder", "a state"])
+def test_steps_whose_losses_nothing_tested_stay_untested(way: str, tmp_path: Path) -> None:
+    """In each later engine, whose own tests are of other steps; what older versions saved doesn't tell."""
+    untested = "which was not tested"
+    engine = go(private(self_check=False), 1)
+    for _ in range(2):
+        other = private()
+        if way == "a folder":
+            engine.save(tmp_path / "x")
+            other.restore(tmp_path / "x")
+        else:
+            other.load_state_dict(engine.state_dict())
+        assert untested in engine.guarantee()
+        assert untested in other.guarantee()
+        engine = go(other, 1)
+    assert untested in engine.guarantee()
+    assert ghostclip.check(engine.model, runs.losses_of, list(runs.data(6)[:])) == []
+    assert untested not in engine.guarantee()
+    tested = private()
+    tested.load_state_dict(go(private(), 1).state_dict())
+    assert untested not in tested.guarantee()
+    progress = json.loads(go(private(), 1).state_dict()["progress"])
+    assert progress["dict"].pop("untested") is False
+    tested.load_state_dict({"progress": json.dumps(progress)})
+    assert untested not in tested.guarantee()
