@@ -2244,7 +2244,7 @@ RAGGED_NORMS = [
     Mutant(
         "ranks that don't lead know of their own engine's charges only",
         "ghostclip/engine/budget.py",
-        "last = _told_last[self._told.ledger] if self._told.ledger else []",
+        "last = _told_last[self._told.ledger].events if self._told.ledger else []",
         "last: list[Event] = []",
         RANKS,
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ghostclip import accounting
+from ghostclip.engine.noises import Noises
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger
 from ghostclip.noise.mean import PREFIX, PrivateMean
@@ -26,6 +27,7 @@ class Before:
     Attributes:
         private: as given.
         events: {name: what it is charged as}.
+        noises: which they had.
         planned: what the noise of the steps is calibrated with.
 
     Raises:
@@ -40,6 +42,7 @@ class Before:
         self.private = private
         self._released = {each.name: each for each in released}
         self.events: dict[str, Event] = {name: each.event for name, each in self._released.items()}
+        self.noises: Noises = [(each.noise, each.generator) for each in self._released.values()]
         self.planned = [each.event if private else each.planned for each in self._released.values()]
 
     def check_target(self, epsilon: float, delta: float) -> None:

@@ -7,17 +7,19 @@ import math
 import os
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
 from ghostclip import accounting
 from ghostclip.engine.before import is_of_a_step
 from ghostclip.engine.distributed import Ranks
+from ghostclip.engine.noises import Noises
 from ghostclip.engine.step_plan import MOST, StepPlan, StepSettings
+from ghostclip.engine.told import Runs, Told
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.events import Event, mechanism_of, merged, within
 from ghostclip.ledger import Ledger
@@ -28,26 +30,8 @@ __all__ = ["Runs", "Spending", "steps_of"]
 
 log = logging.getLogger("ghostclip")
 
-# {path of a ledger: everything that was charged to it, as the leading rank told any engine of this process last}
-_told_last: dict[str, list[Event]] = {}
-# {random name of a run: how often each event (of count 1) was charged by it}
-Runs = Mapping[str, Mapping[Event, int]]
-
-
-class Told(NamedTuple):
-    """What the leading rank says after each charge.
-
-    Attributes:
-        events: all that was spent.
-        runs: what by the runs that led to the model.
-        head: how far the ledger is, `ghostclip.ledger.Head` as a dict; None without one.
-        ledger: its path, or None.
-    """
-
-    events: list[Event]
-    runs: Runs
-    head: dict[str, Any] | None
-    ledger: str | None
+# {path of a ledger: what the leading rank told any engine of this process last, about everything in it}
+_told_last: dict[str, Told] = {}
 
 
 class Spending:
@@ -88,7 +72,7 @@ class Spending:
         self._planned, self._before = _counted(plan.events), _counted(plan.before.events.values())
         self._first = next(iter(self._planned))
         self._runs: defaultdict[str, Counter[Event]] = defaultdict(Counter)
-        self._told = Told([], {}, None, None)
+        self._told = Told([], {}, None, None, [])
         self._running = accounting.RunningEpsilon()
         # How many steps of its own the run may take; for which run, records of others and checkpoints that was found.
         self._limit, self._limit_for, self._added = 0, ("", self._first, -1, -1), 0
@@ -143,11 +127,11 @@ class Spending:
         def told() -> Told:
             work()
             path = None if self.ledger is None else os.fspath(self.ledger.path)
-            return Told(self.events, self.runs, self.head, path)
+            return Told(self.events, self.runs, self.head, path, self.noises)
 
         self._told = self._ranks.led(told)
         if self._told.ledger is not None:
-            _told_last[self._told.ledger] = self._told.events
+            _told_last[self._told.ledger] = self._told
 
     @property
     def head(self) -> dict[str, Any] | None:
@@ -186,10 +170,19 @@ class Spending:
     def events(self) -> list[Event]:
         """Everything that was charged; on a rank that doesn't lead, as of the last step that was charged there."""
         if not self._ranks.leads:
-            last = _told_last[self._told.ledger] if self._told.ledger else []
+            last = _told_last[self._told.ledger].events if self._told.ledger else []
             # It is less where another ledger was put in the place of that one.
             return list(max(last, self._told.events, key=lambda events: sum(event.count for event in events)))
         return _listed(self._runs if self._account is None else self._with_known(self._account.runs))
+
+    @property
+    def noises(self) -> Noises:
+        """Of all that the ledger was charged, and of releases before the training; without a ledger of these alone."""
+        if not self._ranks.leads:
+            last = _told_last[self._told.ledger].noises if self._told.ledger else []
+            return list(dict.fromkeys([*last, *self._told.noises]))
+        ledger = [] if self._account is None else self._account.noises
+        return list(dict.fromkeys([*self._plan.before.noises, *ledger]))
 
     @property
     def steps(self) -> int:

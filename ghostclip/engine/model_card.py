@@ -35,13 +35,13 @@ def new_card(engine: PrivacyEngine) -> Any:
     return ModelCard(f"---\n{{}}\n---\n\n# {type(engine.model).__name__}, trained with differential privacy\n")
 
 
-def add_guarantee(card: Any, engine: PrivacyEngine, unit: str) -> Any:
+def add_guarantee(card: Any, engine: PrivacyEngine, unit: str, noise: str) -> Any:
     """The ModelCard ``card`` with the guarantee in its metadata, and a section of text at its end; it is changed.
 
     All figures are public: settings, charges, and bounds that follow from them. None depends on which examples were
-    drawn, or on losses and norms. ``unit`` is "example" or "user".
+    drawn, or on losses and norms. ``unit`` is "example" or "user", ``noise`` says the modes of noise.
     """
-    facts = _facts(engine, unit)
+    facts = _facts(engine, unit, noise)
     card.data.tags = [*(tag for tag in card.data.tags or [] if tag not in TAGS), *TAGS]
     card.data[KEY] = facts
     not_covered = "\n".join(f"- {line.format(unit=unit)}" for line in NOT_COVERED)
@@ -58,7 +58,7 @@ def add_guarantee(card: Any, engine: PrivacyEngine, unit: str) -> Any:
     return card
 
 
-def _facts(engine: PrivacyEngine, unit: str) -> dict[str, Any]:
+def _facts(engine: PrivacyEngine, unit: str, noise: str) -> dict[str, Any]:
     """What the metadata say, {name: a string, a number or None}."""
     from ghostclip import __version__
 
@@ -76,7 +76,7 @@ def _facts(engine: PrivacyEngine, unit: str) -> dict[str, Any]:
         "sample_rate": engine.sample_rate,
         "expected_batch_size": engine.batch_size,
         "noise_multiplier": engine.noise_multiplier,
-        "noise": engine.noise,
+        "noise": noise,
         "clipping": repr(engine.clipping),
         "steps": engine.steps_taken,
         "planned_steps": engine.planned_steps,

@@ -294,8 +294,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
             return found
         if not self._spending.private:
             return f"{found} No noise was added, so nothing is promised."
-        found += f" Its noise comes from {self._snapshots.noise.generator_for(self.model)}."
-        return f"{found} Membership attacks: {accounting.risk_of(self.events)}."
+        return f"{found}{self._snapshots.generators} Membership attacks: {accounting.risk_of(self.events)}."
 
     def risk(self, delta: float | None = None) -> accounting.Risk:
         """Bounds for attacks on one example's membership, by all that `epsilon` counts; its epsilon is at ``delta``."""
@@ -310,7 +309,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         Nothing in it depends on which examples were drawn. Raises as `epsilon`, and ModuleNotFoundError without
         huggingface_hub.
         """
-        return add_guarantee(new_card(self) if card is None else card, self, self._spending.unit)
+        return add_guarantee(new_card(self) if card is None else card, self, self._spending.unit, self._snapshots.modes)
 
     def accept_parameters(self) -> None:
         """Accepts trained parameters that were changed by no private data, such as a loaded state dict.

@@ -190,6 +190,12 @@ class Account:
         """
         return self._journal.taken()
 
+    @property
+    @in_turn
+    def noises(self) -> list[tuple[str, str]]:
+        """(mode, generator) of the noise of all charges in the ledger, each once; a generator may be ""."""
+        return [noise for noise, count in self._journal.contents.noises.items() if count]
+
     def close(self) -> None:
         """Gives the rest of the reserved block back and ends the account. In a forked process nothing is given back.
 

@@ -72,6 +72,17 @@ def test_noise_that_is_not_private_says_so() -> None:
     assert hub.ModelCard(card.content).data.to_dict()["differential_privacy"]["epsilon"] == math.inf
 
 
+def test_it_names_the_noise_of_all_runs_in_the_ledger(engine: PrivacyEngine) -> None:
+    engine.detach()
+    other = private(noise="hardened", ledger=engine.ledger.path)
+    assert "| noise | `standard` |" in other.model_card().text
+    assert "| noise | `hardened` |" in private(noise="hardened").model_card().text
+    card = steps(other).model_card()
+    assert hub.ModelCard(card.content).data.to_dict()["differential_privacy"]["noise"] == "standard and hardened"
+    assert "| noise | `standard and hardened` |" in card.text
+    assert other.guarantee() in card.text
+
+
 def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = private()
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)

@@ -191,19 +191,23 @@ def test_a_failure_on_one_rank_ends_the_step_on_all_and_training_goes_on(tmp_pat
     assert torch.equal(lead["weights"][0], lead["weights"][1])
 
 
-def two_engines(path: Path) -> list[float]:
+def two_engines(path: Path) -> list[Any]:
     """Epsilon of the first of two engines on one ledger, after steps of the second; and what a state says of it."""
-    first, second = (runs.engine_for(runs.network(), noise_multiplier=1.0, ledger=path) for _ in range(2))
+    first, second = (
+        runs.engine_for(runs.network(), noise_multiplier=1.0, ledger=path, noise=noise)
+        for noise in ("standard", "hardened")
+    )
     for engine in (first, second):
         runs.train(engine, 3)
     assert '"ledger": {' in first.state_dict()["progress"]
-    return [first.epsilon(1e-5), second.epsilon(1e-5)]
+    return [first.epsilon(1e-5), second.epsilon(1e-5), first.guarantee(1e-5)]
 
 
 def test_all_ranks_know_what_other_engines_charged_to_the_ledger(tmp_path: Path) -> None:
     lead, other = on_ranks(partial(two_engines, tmp_path / "run.ledger"), tmp_path)
     assert lead == other
     assert lead[0] == lead[1] > 0
+    assert "; of other steps from AES-256, a cipher, in OpenSSL, with a key of its own" in lead[2]
 
 
 class SharedOut(torch.optim.SGD):

@@ -235,3 +235,41 @@ def test_steps_whose_losses_nothing_tested_stay_untested(way: str, tmp_path: Pat
     assert progress["dict"].pop("untested") is False
     tested.load_state_dict({"progress": json.dumps(progress)})
     assert untested not in tested.guarantee()
+
+
+@pytest.mark.usefixtures("coarse_losses")
+def test_the_noise_of_earlier_steps_is_named_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were taken where there are no C kernels. Of checkpoints of older versions only their own ledger knows."""
+    with monkeypatch.context() as patched:
+        patched.setattr("ghostclip.noise.gaussian.library", lambda name: None)
+        state = go(private(), 1).state_dict()
+    here, there = private(), " AES-256, a cipher, in OpenSSL"
+    made_by = here._snapshots.noise.generator_for(here.model)
+    here.load_state_dict(state)
+    assert f"Its noise comes from{there}. M" in here.guarantee()
+    others = "" if there[1:] == made_by else f"; of other steps from {made_by}"
+    assert f"Its noise comes from{there}{others}. M" in go(here, 1).guarantee()
+    here.load_state_dict(state)
+    again = private()
+    again.load_state_dict(here.state_dict())
+    assert f"Its noise comes from{there}{others}. M" in again.guarantee()
+    older = json.loads(state["progress"])
+    del older["dict"]["noises"]
+    here = private()
+    here.load_state_dict({"progress": json.dumps(older)})
+    assert "Its noise" not in here.guarantee()
+    unknown = f"Its noise comes from {made_by}; of other steps from a generator that was not recorded. M"
+    assert unknown in go(here, 1).guarantee()
+
+
+@pytest.mark.usefixtures("coarse_losses")
+def test_the_ledger_knows_the_noise_of_an_older_version_s_checkpoint(tmp_path: Path) -> None:
+    options = {"ledger": tmp_path / "run.ledger", "noise": "hardened"}
+    first = go(engine_of(seed=None, **options), 1)
+    state, said = json.loads(first.state_dict()["progress"]), first.guarantee()
+    assert "Its noise comes from AES-256" in said
+    first.detach()
+    del state["dict"]["noises"]
+    later = engine_of(seed=None, **options)
+    later.load_state_dict({"progress": json.dumps(state)})
+    assert later.guarantee() == said

@@ -101,6 +101,27 @@ def test_the_ledger_knows_the_run_s_settings(path: Path) -> None:
     assert engine_for(path).epsilon() == math.inf
 
 
+@pytest.mark.usefixtures("coarse_losses")
+def test_the_guarantee_names_the_noise_of_all_that_the_ledger_counts(path: Path) -> None:
+    """Not that of the last run alone, nor of a run that gave all its steps back; a record may lack the generator."""
+    first = stepped(engine_for(path), 2)
+    made_by = first._snapshots.noise.generator_for(first.model)
+    assert f"Its noise comes from {made_by}. M" in first.guarantee()
+    first.detach()
+    later = engine_for(path, noise="hardened")
+    assert f"Its noise comes from {made_by}" not in later.guarantee()
+    stepped(later, 1)
+    hardened = "AES-256, a cipher, in OpenSSL, with a key of its own for each step"
+    assert f"Its noise comes from {made_by}; of other steps from {hardened}. M" in later.guarantee()
+    later.detach()
+    charged(Ledger(path).account(), 1, EVENT).close()
+    last = stepped(engine_for(path), 1)
+    said = f"{made_by}; of other steps from {hardened}; of other steps from a generator that was not recorded. M"
+    for _ in range(2):
+        assert said in last.guarantee()
+        last.detach()
+
+
 def most_within(limit: float, before: list[Any] | None = None) -> int:
     """How many steps stay within an epsilon, by counting."""
     steps = 0
