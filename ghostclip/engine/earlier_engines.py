@@ -1,10 +1,11 @@
-"""Which engine trained a model before, for a warning."""
+"""Which other engines train a model or did before, for warnings."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +14,32 @@ from torch import nn
 if TYPE_CHECKING:
     from ghostclip.engine.privacy_engine import PrivacyEngine
 
-__all__ = ["forget_earlier", "how_to_count", "warn_of_earlier"]
+__all__ = ["forget_earlier", "how_to_count", "next_step_of", "warn_of_earlier"]
 
 log = logging.getLogger("ghostclip")
 
-# An attribute of each model with its last engine; for a warning only, as when a notebook's cell is run twice.
+# An attribute of each model with its engines; for warnings only, as when a notebook's cell is run twice.
 MARK = "ghostclip_trained"
 
 
 class _Trained:
-    """Knows an engine without keeping it alive; a copy, or what is stored, has plain figures in its place."""
+    """Knows a model's last engine and those before without keeping them alive; a copy, or what is stored, has plain
+    figures in its place.
+    """
 
-    def __init__(self, engine: PrivacyEngine) -> None:
+    def __init__(self, engine: PrivacyEngine, before: Sequence[weakref.ref[PrivacyEngine]] = ()) -> None:
         self.engine = weakref.ref(engine)
+        self._engines, self.warned = [*before, self.engine], False
+
+    def going_on(self) -> list[weakref.ref[PrivacyEngine]]:
+        """The engines that may take further steps."""
+        self._engines = [each for each in self._engines if (one := each()) is not None and one._loader is not None]
+        return self._engines
+
+    def remedy(self, engine: PrivacyEngine) -> str | None:
+        """What makes the engine count the further steps of another one; None where it does, or there is none."""
+        others = (other for each in self.going_on() if (other := each()) is not None and other is not engine)
+        return next((remedy for other in others if (remedy := engine._how_to_count(other)) is not None), None)
 
     def __reduce__(self) -> tuple[type, tuple[()], dict[str, Any]]:
         if (engine := self.engine()) is None:
@@ -45,15 +59,36 @@ def warn_of_earlier(engine: PrivacyEngine, how_to_count: Callable[[Any], str | N
     """
     last = vars(engine.model).get(MARK)
     earlier = last.engine() if isinstance(last, _Trained) else last
-    vars(engine.model)[MARK] = _Trained(engine)
+    mark = _Trained(engine, last.going_on() if isinstance(last, _Trained) else ())
+    vars(engine.model)[MARK] = mark
     if earlier is None or not earlier.steps_taken:
         return
     if (remedy := how_to_count(earlier)) is not None:
+        mark.warned = True
         log.warning(
             "another engine took %d step%s with this model before; epsilon() of the new one doesn't count them. %s so "
             "that they add up, or train a new model",
             earlier.steps_taken, "s" if earlier.steps_taken != 1 else "", remedy,
         )  # fmt: skip
+
+
+def next_step_of(engine: PrivacyEngine) -> int:
+    """The number of the model's next step, asked when a loop over batches begins.
+
+    Logs a warning, once, where another engine may take steps with the model, too, and this one doesn't count them. Not
+    before there is a loop: an engine is often given up only when its variable gets the next one.
+    """
+    mark = vars(engine.model).get(MARK)
+    if isinstance(mark, _Trained) and not mark.warned and engine._ranks.leads and mark.remedy(engine) is not None:
+        gc.collect()  # engines are in reference cycles, so one that was given up may still be there
+        if (remedy := mark.remedy(engine)) is not None:
+            mark.warned = True
+            log.warning(
+                "another engine may take steps with this model, too; epsilon() of neither counts those of the other. "
+                "%s so that they add up, or call detach() of the engine that isn't used",
+                remedy,
+            )
+    return engine._snapshots.model_steps
 
 
 def forget_earlier(model: nn.Module, counted: PrivacyEngine | None) -> None:

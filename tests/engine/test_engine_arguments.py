@@ -176,6 +176,50 @@ def test_a_model_that_another_engine_trained(
     ]
 
 
+def engine_of_part(model: nn.Module, part: int, **options: Any) -> PrivacyEngine:
+    """An engine that trains one layer of a model."""
+    for number, layer in enumerate(model):
+        layer.requires_grad_(number == part)
+    optimizer = torch.optim.SGD(model[part].parameters(), lr=0.1)
+    return runs.engine_for(model, optimizer, noise_multiplier=1.0, clipping=1.0, **options)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_engines_that_train_parts_of_a_model_in_turn(
+    shared: bool, model: nn.Module, caplog: pytest.LogCaptureFixture, tmp_path: Any
+) -> None:
+    """Built before any step, neither counts the other's, which is said once; in one ledger both do."""
+    options = {"ledger": tmp_path / "run.ledger"} if shared else {}
+    first, second = engine_of_part(model, 0, **options), engine_of_part(model, 2, **options)
+    for _ in range(2):
+        for engine, part in ((first, 0), (second, 2)):
+            for number, layer in enumerate(model):
+                layer.requires_grad_(number == part)
+            engine.accept_parameters()
+            runs.train(engine, 1)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == (not shared) * [
+        "another engine may take steps with this model, too; epsilon() of neither counts those of the other. Give both "
+        'the same ledger="..." so that they add up, or call detach() of the engine that isn\'t used'
+    ]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_an_engine_that_was_given_up_before_a_step_is_not_warned_of(
+    ended: bool, model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a notebook's cell is run twice, where the first engine is there until the second one is built."""
+    kept = []
+    for _ in range(2):
+        engine = runs.engine_for(model)
+        batches = engine.batches()
+        if ended and not kept:
+            engine.detach()
+            kept.append(engine)
+    for batch in batches:
+        engine.step(batch, runs.losses_of)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 @pytest.mark.usefixtures("coarse_losses")
 def test_a_limit_below_the_target_is_said(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     options = {"noise_multiplier": None, "target_epsilon": 2.0, "steps": 4}
