@@ -2489,8 +2489,8 @@ OF_COMPANY = [
     Mutant(
         "steps taken without the ledger stay out of it",
         "ghostclip/engine/budget.py",
-        "if self.ledger is not None and (count := self.ledger.take_in(runs)):",
-        "if False and (count := self.ledger.take_in(runs)):",
+        "if self.ledger is not None and (count := self.ledger.take_in(runs, *noise)):",
+        "if False and (count := self.ledger.take_in(runs, *noise)):",
         ("tests/privacy/test_engine_ledger.py", "-k", "without_the_ledger"),
     ),
     Mutant(

@@ -193,17 +193,20 @@ class Spending:
         """How many steps of a mechanism were charged by the model's runs, or by ``everyone`` in the ledger."""
         return steps_of(mechanism, {"all": {event: event.count for event in self.events}} if everyone else self.runs)
 
-    def add(self, runs: Runs) -> None:
-        """Takes in what other runs were charged, and never less than is known: a run only ever goes on."""
-        self._shared(partial(self._add, runs))
+    def add(self, runs: Runs, noises: Noises) -> None:
+        """Takes in what other runs were charged, and never less than is known: a run only ever goes on.
 
-    def _add(self, runs: Runs) -> None:
+        ``noises`` are of all these; where they are several, the ledger records "standard", which claims least.
+        """
+        self._shared(partial(self._add, runs, noises[0] if len(noises) == 1 else ("standard", "")))
+
+    def _add(self, runs: Runs, noise: tuple[str, str]) -> None:
         self._refuse_other_relations([event for spent in runs.values() for event in spent])
         self._refuse_two_continuations(runs)
         self._added += 1
         for run, spent in runs.items():
             self._runs[run] |= Counter(spent)
-        if self.ledger is not None and (count := self.ledger.take_in(runs)):
+        if self.ledger is not None and (count := self.ledger.take_in(runs, *noise)):
             log.warning("%d steps of this training that weren't in the ledger %s are now", count, self.ledger.path)
 
     def _refuse_two_continuations(self, runs: Runs) -> None:

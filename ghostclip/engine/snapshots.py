@@ -212,7 +212,7 @@ class Snapshots:
     def _count(self, found: Mapping[str, Any]) -> None:
         """Takes in what was spent with which noise, whether losses were tested, and what the clipping policy learnt."""
         noises = [*self.noises, *_noises_in(found)]
-        self.spending.add(_spent_in(found))
+        self.spending.add(_spent_in(found), _noises_in(found))
         self._taken_over, self._noises_then = self.spending.steps, noises
         self._elsewhere = self.spending.steps - found["progress"]["steps"]
         self.steps.self_check.went_on |= found.get("untested", False)  # older checkpoints don't say

@@ -110,13 +110,12 @@ class Ledger:
         used = _in_use(self.path)
         return self.contents.totals if used is None else used[1]
 
-    def take_in(self, runs: Mapping[str, Mapping[Event, int]]) -> int:
+    def take_in(self, runs: Mapping[str, Mapping[Event, int]], noise: str, generator: str) -> int:
         """Charges what runs spent elsewhere, as one whose checkpoint is restored, under their own names.
-
-        How the noise of these steps was made isn't known; "standard" claims least.
 
         Args:
             runs: {name of a run: how often each event (of count 1) was charged by it}.
+            noise, generator: which are recorded, as for `account`.
 
         Returns:
             How many steps the ledger didn't have.
@@ -127,7 +126,7 @@ class Ledger:
         known = self._runs()
         missing = {run: Counter(spent) - known.get(run, Counter()) for run, spent in runs.items()}
         for run, event, count in ((run, *each) for run, spent in missing.items() for each in spent.items()):
-            account = Ledger(self.path, block=count).account("standard", "not known: taken in with a checkpoint", run)
+            account = Ledger(self.path, block=count).account(noise, generator, run)
             try:
                 for _ in range(count):
                     account.charge(event)
