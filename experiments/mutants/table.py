@@ -583,14 +583,14 @@ ACCOUNTING = [
     Mutant(
         "restore takes the charges back",
         "ghostclip/engine/snapshots.py",
-        "        self.spending.add(_spent_in(found))\n",
-        "        self.spending._own.clear()\n        self.spending.add(_spent_in(found))\n",
+        "        self.spending.add(_spent_in(found), _noises_in(found))\n",
+        "        self.spending._own.clear()\n        self.spending.add(_spent_in(found), _noises_in(found))\n",
         ("tests/privacy/test_checkpoint_spending.py", "-k", "older"),
     ),
     Mutant(
         "reset on load",
         "ghostclip/engine/snapshots.py",
-        "        self.spending.add(_spent_in(found))\n",
+        "        self.spending.add(_spent_in(found), _noises_in(found))\n",
         "",
         CHECKPOINT,
     ),
@@ -996,8 +996,8 @@ PROVED = [
     Mutant(
         "the transpose of a parameter is taken for the parameter",
         "ghostclip/graph/shared/closed_forms.py",
-        "(grad, x) if transposed else (x, grad)\n    shape",
-        "(x, grad)\n    shape",
+        "left, right = factors[::-1] if transposed else factors\n    shape",
+        "left, right = factors\n    shape",
         ("tests/laws/test_law_of_norms.py", "-k", "function:"),
     ),
     Mutant(
@@ -1427,7 +1427,7 @@ MISUSE = [
     Mutant(
         "leaving the physical batches is taken for an exception",
         RELEASE,
-        "(self.state is BatchState.ACCUMULATING and not new_loop)",
+        "(self.state is BatchState.ACCUMULATING and not left)",
         "False",
         (*TAKEN_TURNS, "-k", "without_a_step"),
     ),
@@ -2487,6 +2487,20 @@ OF_COMPANY = [
         ("tests/engine/test_engine_turns.py", "-k", "another_loop"),
     ),
     Mutant(
+        "einsum forms each example's gradient of its matrix",
+        "ghostclip/graph/shared/boundary.py",
+        'alone = name == "MmBackward0" or (name == "BmmBackward0" and shape[0] == 1)',
+        'alone = name == "MmBackward0"',
+        ("tests/clipper/test_memory.py", "-k", "bare_parameter"),
+    ),
+    Mutant(
+        "a matrix that einsum turned around is taken as it was",
+        "ghostclip/graph/shared/boundary.py",
+        "swapped != (order == [1, 0])",
+        "False",
+        ("tests/clipper/test_memory.py", "tests/laws", "-k", "bare_parameter or einsum_of_a_transpose"),
+    ),
+    Mutant(
         "steps taken without the ledger stay out of it",
         "ghostclip/engine/budget.py",
         "if self.ledger is not None and (count := self.ledger.take_in(runs, *noise)):",
@@ -3447,9 +3461,16 @@ BY_MARKS = [
     Mutant(
         "groups are learnt anew by batches with examples alone",
         "ghostclip/engine/release.py",
-        "            self.clipper.passes.group_of()\n            self.sensitivity",
-        "            self.sensitivity",
+        "            self.clipper.passes.group_of()\n            self.noise_shares()\n",
+        "",
         ("tests/engine/test_freezing.py",),
+    ),
+    Mutant(
+        "noise of groups that are frozen is looked at after the charge",
+        "ghostclip/engine/release.py",
+        "            self.noise_shares()\n",
+        "",
+        ("tests/engine/test_freezing.py", "-k", "before_the_charge"),
     ),
     Mutant(
         "gradients of an interrupted step that took place stay",

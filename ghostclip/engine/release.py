@@ -125,8 +125,8 @@ class Release:
         """Raises PrivacyError unless the next logical batch may be taken.
 
         The one before must have had its step, or have been left by an exception: one that came up in the engine, or one
-        by which the loop over its physical batches, and then that over ``engine.batches()``, was ``left``: nothing tells
-        a break from it.
+        by which the loop over its physical batches, and then that over ``engine.batches()``, was ``left``. Nothing
+        tells a break from it.
         """
         try:
             self.updates.check()

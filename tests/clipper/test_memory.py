@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_fallback import with_parameters
 from comparing import every_pass, gradients
 from dispatched import Live, Ops
 from torch import nn
@@ -57,6 +58,27 @@ def test_no_big_tensor_outlives_its_layer_in_reweight(norm_strategy):
         clipper.backward(losses, retain_graph=True)
     assert live.peak <= 3 * max(square, gradient), "tensors of one layer's size pile up over layers"
     assert live.bytes() <= max(square, gradient), "more than one reused workspace is left"
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, p: torch.einsum("bd,dp->bp", x, p),
+        lambda x, p: torch.einsum("bd,pd->bp", x, p),
+        lambda x, p: torch.einsum("dp,bd->bp", p, x),
+        lambda x, p: (p @ x.T).T,
+    ],
+    ids=["einsum", "einsum of a transpose", "matrix first", "from the left"],
+)
+def test_products_with_a_bare_parameter_form_no_gradient_of_an_example(product):
+    examples, width = 5, 23
+    model = with_parameters(lambda m, x: product(x, m.p), {"p": (width, width)})
+    clipper, losses = ghostclip.GhostClipper(model), lambda m, x: m(x).square().sum(1)
+    for _ in range(2):  # the second time measures: plans are made
+        x = torch.randn(examples, width)
+        with Live({4 * examples * width**2}) as live:
+            clipper.clip(losses, x)
+    assert live.peak == 0
 
 
 @pytest.mark.parametrize(("second_pass", "allowed"), [("reweight", 1.25), ("cached", 2.0)])

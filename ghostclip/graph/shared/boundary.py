@@ -19,6 +19,11 @@ from ghostclip.norms.term import Dense, PerExampleGrads, split_examples, to_floa
 
 __all__ = ["BroadcastBoundary", "Target", "matrix_of", "untransposed"]
 
+# Operations that leave numbers in their order.
+COPIES = {
+    f"{name}Backward0" for name in ("Alias", "ReshapeAlias", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
+}
+COPIES |= {"SqueezeBackward1", "SqueezeBackward2"}
 # A tensor of the graph, and the (start, stop) of its first axis; None for all of it.
 Target = tuple[Edge, tuple[int, int] | None]
 
@@ -61,10 +66,15 @@ class BroadcastBoundary:
         return self.node.next_functions[slot]
 
     def is_product(self, slot: int) -> bool:
-        """Whether it is a product x @ P of rows of examples' with the matrix at a slot; looks at no saved tensor."""
-        name = self.node.name()
-        plain = (name, slot) == ("AddmmBackward0", 2) and self.node._saved_alpha == 1
-        return self.dim == 0 and (plain or (name, slot) == ("MmBackward0", 1))
+        """Whether it is a product x @ P, or P @ x.T, of rows of examples' with the matrix at a slot.
+
+        einsum makes it one of a batch of one, [1, B, d] @ [1, d, p]. Looks at no saved tensor.
+        """
+        name, shape = self.node.name(), shape_of(self.edge)
+        if name == "AddmmBackward0":
+            return self.dim == 0 and slot == 2 and self.node._saved_alpha == 1
+        alone = name == "MmBackward0" or (name == "BmmBackward0" and shape[0] == 1)
+        return alone and self.dim == len(shape) - (2 if slot else 1)
 
     def targets(self, slot: int) -> list[Target]:
         """Where the per-example gradients of an input arrive: at it, or at the matrices that it is made of."""
@@ -109,6 +119,8 @@ def matrix_of(edge: Edge) -> tuple[Target, bool]:
 
     Of a parameter [E, p, d] it may be one of the E matrices.
     """
+    if len(shape_of(edge)) == 3:
+        return _without_ones(edge)
     edge, transposed = untransposed(edge)
     node = edge[0]
     if node.name() == "SelectBackward0" and node._saved_dim == 0:
@@ -117,6 +129,39 @@ def matrix_of(edge: Edge) -> tuple[Target, bool]:
             number = node._saved_index % shape_of(below)[0]
             return (below, (number, number + 1)), transposed != swapped
     return (edge, None), transposed
+
+
+def _without_ones(edge: Edge) -> tuple[Target, bool]:
+    """The matrix [p, d] that a tensor [1, p, d] holds, and whether transposed; or the tensor itself.
+
+    einsum puts dimensions of size one into a matrix, and moves them.
+    """
+    found, transposed, swapped = edge, False, False
+    while (order := _order_without_ones(edge)) is not None:
+        edge, swapped = edge[0].next_functions[0], swapped != (order == [1, 0])
+        if len(shape_of(edge)) == 2:
+            found, transposed = edge, swapped
+    return (found, None), transposed
+
+
+def _order_without_ones(edge: Edge) -> list[int] | None:
+    """How an operation orders the two dimensions of its input that aren't of size one; None for any other operation."""
+    node = edge[0]
+    below = shape_of(node.next_functions[0]) if len(node.next_functions) == 1 else torch.Size()
+    sizes = [size for size in below if size != 1]
+    if len(sizes) != 2 or node.next_functions[0][0] is None:
+        return None
+    name, dims = node.name(), list(range(len(below)))
+    if name == "PermuteBackward0":
+        dims = [signed(dim) % len(below) for dim in node._saved_dims]
+    elif name in ("TransposeBackward0", "TBackward0"):
+        one, other = (node._saved_dim0, node._saved_dim1) if name == "TransposeBackward0" else (0, 1)
+        one, other = signed(one) % len(below), signed(other) % len(below)
+        dims[one], dims[other] = other, one
+    elif name not in COPIES or [size for size in shape_of(edge) if size != 1] != sizes:
+        return None
+    kept = [dim for dim in dims if below[dim] != 1]
+    return [sorted(kept).index(dim) for dim in kept]
 
 
 def untransposed(edge: Edge) -> tuple[Edge, bool]:

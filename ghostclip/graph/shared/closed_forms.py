@@ -85,7 +85,7 @@ def _of_expanded(boundary: BroadcastBoundary, grad: Tensor, slot: int) -> Dense 
 
 
 def _of_product(boundary: BroadcastBoundary, grad: Tensor, slot: int) -> PerExampleGrads | None:
-    """The P of x @ P, or the b of b + x @ P."""
+    """The P of x @ P or P @ x.T, or the b of b + x @ P."""
     node = boundary.node
     if node.name() == "AddmmBackward0" and slot == 0:
         beta = node._saved_beta
@@ -93,8 +93,9 @@ def _of_product(boundary: BroadcastBoundary, grad: Tensor, slot: int) -> PerExam
     if grad.is_complex() or not boundary.is_product(slot):
         return None
     x = node._saved_mat1 if node.name() == "AddmmBackward0" else node._saved_self
+    factors = [each.flatten(0, -2) for each in ((x, grad) if slot else (grad.mT, node._saved_mat2.mT))]
     (edge, part), transposed = matrix_of(boundary.input(slot))
-    left, right = (grad, x) if transposed else (x, grad)
+    left, right = factors[::-1] if transposed else factors
     shape = shape_of(edge) if part is None else torch.Size((1, *shape_of(edge)[1:]))
     return boundary.regrouped(OuterProduct(left.unsqueeze(1), right.unsqueeze(1), shape))
 
@@ -122,8 +123,10 @@ def _of_grouped_product(boundary: BroadcastBoundary, grad: Tensor, slot: int) ->
     ]
 
 
-def _of_batched_product(boundary: BroadcastBoundary, grad: Tensor, slot: int) -> Dense | None:
+def _of_batched_product(boundary: BroadcastBoundary, grad: Tensor, slot: int) -> PerExampleGrads | None:
     """A factor [G, d, p] of G products of two matrices, whose rows or columns are the examples'."""
+    if boundary.is_product(slot):
+        return _of_product(boundary, grad, slot)
     order = boundary.rows.order
     if boundary.dim != (2, 1)[slot] or isinstance(order, RowIndex) or grad.is_complex():
         return None
