@@ -102,8 +102,8 @@ def check_shared(
         if node in saving and not _same(*map(_saved, pair)):
             raise mixing_error(node, names)
     why = (
-        ": the forward on some of the batch's rows takes another way; remove branches that depend on the examples from "
-        "before this place"
+        ": the forward on some of the batch's rows takes another way, or this is computed outside of the model, as a "
+        f"penalty on parameters; remove branches that depend on the examples from before this place, or {REMEDY}"
     )
     _refuse_unknown([node for node in saving if node not in pairs], why, names)
     for boundary in region.boundaries:
