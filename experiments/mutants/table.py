@@ -3461,15 +3461,15 @@ BY_MARKS = [
     Mutant(
         "groups are learnt anew by batches with examples alone",
         "ghostclip/engine/release.py",
-        "            self.clipper.passes.group_of()\n            self.noise_shares()\n",
+        "            self.clipper.passes.group_of()\n            if self._allocated:\n                self.noise_shares()\n",
         "",
         ("tests/engine/test_freezing.py",),
     ),
     Mutant(
         "noise of groups that are frozen is looked at after the charge",
         "ghostclip/engine/release.py",
-        "            self.noise_shares()\n",
-        "",
+        "                self.noise_shares()\n            self.sens",
+        "                pass\n            self.sens",
         ("tests/engine/test_freezing.py", "-k", "before_the_charge"),
     ),
     Mutant(

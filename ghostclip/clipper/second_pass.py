@@ -19,7 +19,7 @@ from ghostclip.clipper.collector import Keep, Kept, NormCollector, TermReceiver
 from ghostclip.clipper.first_pass import FirstPasses, translated_errors, without_autocast
 from ghostclip.clipper.random_states import drawing_from
 from ghostclip.clipping import Groupwise
-from ghostclip.errors import RowsMovedError
+from ghostclip.errors import RowsMovedError, UnsupportedModelError
 from ghostclip.graph.alarm import figures
 from ghostclip.graph.layouts import MOVED
 from ghostclip.graph.marks import MarkScheme, compared, numbers
@@ -206,8 +206,18 @@ class TwoPasses(FirstPasses):
         if isinstance(scale, Tensor) or scale != 1.0:
             weights = _each(weights, lambda weight: weight / scale)
         if isinstance(weights, Tensor):
-            return dict.fromkeys(self.parameters, weights)
-        return {owner: weights[group] for owner, group in self.group_of().items()}
+            return Weights.fromkeys(self.parameters, weights)
+        return Weights({owner: weights[group] for owner, group in self.group_of().items()})
+
+
+class Weights(dict[int, Tensor]):
+    """{id of a parameter: weights [B]} of those that are trained now."""
+
+    def __missing__(self, owner: int) -> Tensor:
+        raise UnsupportedModelError(
+            "a parameter was frozen between the forward and the backward, so that it would count in the norms, not in "
+            "the sums; freeze it before the forward, or compute the losses again"
+        )
 
 
 @dataclass(frozen=True)
@@ -227,7 +237,8 @@ class WeightedSums:
         """Adds the weighted sums of the terms that a first pass kept; each is freed once it is summed."""
         if not kept:
             return
-        with full_precision(next(iter(self.weights.values())).device):
+        (owner, _), *_ = next(iter(kept))
+        with full_precision(self.weights[owner].device):
             while kept:
                 parts, term = kept.popitem()
                 if isinstance(term, LinearPair):

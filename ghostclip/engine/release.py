@@ -37,7 +37,6 @@ NO_STEP = (
     "engine.step(batch, loss_fn), with optimizer.step() after `for examples in batch.physical()` (a loop of your own, "
     "docs/training.md), or with batch.discard(), which charges it (engine.batches().discard() where it is out of reach)"
 )
-
 LEFT = (
     "a logical batch was left before its step, by an exception or a break, and is not charged; call batch.discard(), "
     "which charges it, where a batch is left for what is in it"
@@ -282,7 +281,8 @@ class Release:
             held = self._check(batch)
             # Of what is trained now, whether or not the batch had examples: a group more or less shows in the noise.
             self.clipper.passes.group_of()
-            self.noise_shares()
+            if self._allocated:
+                self.noise_shares()
             self.sensitivity = max(self.sensitivity, self.clipper.passes.sensitivity)
             if self.ranks.size > 1:
                 self._agree(held)
@@ -356,7 +356,7 @@ class Release:
     def _private(self, parameters: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:
         """(sum + noise) / batch size, of each parameter."""
         std, batch_size = self.settings.noise_multiplier * self.sensitivity, self.settings.batch_size
-        shares = self.noise_shares()
+        shares = self.noise_shares() if self._allocated else {}
         if self.trace is not None:
             self.trace.released(parameters, sums, [std * shares.get(p, 1.0) for p in parameters])
         if shares:  # divided by which all sums need the same noise

@@ -129,6 +129,7 @@ class LogicalBatches:
         self.rows_digest = partial(rows_digest, dataset)
         self._scheme_at: Callable[[int], Scheme] = lambda _: self.scheme
         self._step_number: Callable[[], int] | None = None
+        self._staged = False
         self._draws: Draws | None = None
         self.loop: Callable[[], _Loop | None] = lambda: None
         self._process = os.getpid()
@@ -187,15 +188,18 @@ class LogicalBatches:
         """About the most units in a physical batch."""
         return self.largest if self.limit is None else min(self.limit, self.largest)
 
-    def follow(self, scheme_at: Callable[[int], Scheme], largest: int, step_number: Callable[[], int]) -> None:
+    def follow(
+        self, scheme_at: Callable[[int], Scheme], largest: int, step_number: Callable[[], int], *, staged: bool
+    ) -> None:
         """From the next loop on batches are drawn by a schedule.
 
         Args:
             scheme_at: from a step's number to how its batch is drawn; the same object for all steps of a stage.
             largest: about the most units in a batch.
-            step_number: of the next step, asked when a loop begins and before each batch.
+            step_number: of the next step, asked when a loop begins, and before each batch where they have turns.
+            staged: whether there are several stages.
         """
-        self._scheme_at, self._largest, self._step_number = scheme_at, largest, step_number
+        self._scheme_at, self._largest, self._step_number, self._staged = scheme_at, largest, step_number, staged
 
     def event(self, noise_multiplier: float) -> SampledRelease:
         """What the release of a noisy sum over one logical batch is to be charged as."""
@@ -242,9 +246,11 @@ class LogicalBatches:
 
         A batch that wasn't charged had no turn.
         """
-        if self._step_number is None or draws.next_step == (step := self._step_number()):
+        if self._step_number is None or (self.groups is None and not self._staged):
             return True
-        return self.groups is None and self._scheme_at(draws.next_step) is self._scheme_at(step)
+        step = self._step_number()
+        alike = self.groups is None and self._scheme_at(draws.next_step) is self._scheme_at(step)
+        return alike or draws.next_step == step
 
     def position(self, again: bool = False) -> tuple[int, int, Mapping[str, Any] | None]:
         """Where sampling stands: epochs that are over, batches taken in this one, the state of a seeded generator.

@@ -183,6 +183,13 @@ def clip_outside() -> None:
     clipper.backward(losses(model.layer(X) + model.p * X.mean()))
 
 
+def frozen_too_late() -> None:
+    model = wrap(one(nn.Linear(3, 3)))
+    clipper, found = GhostClipper(model), losses(model(X))
+    model.requires_grad_(False)
+    clipper.backward(found)
+
+
 def branching(m: Any, x: Tensor) -> Tensor:
     return m.layer(x) + (m.p.exp() if torch.equal(x[2], x[3]) else m.p.sin()) * x.mean()
 
@@ -331,6 +338,8 @@ ROWS: dict[str, Row] = {
                            "remove branches that depend on the examples"),
     "shared where it fails": (lambda: clip(used(failing, p=(3,))), "MulBackward0", "could not be tried",
                               "raised ValueError: two rows are alike"),
+    "frozen too late": (lambda: frozen_too_late(), "", "frozen between the forward and the backward",
+                        "freeze it before the forward"),
     # losses
     "a number": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: 1.0), "", "got float", "leave out .item()"),
     "no losses": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: None), "", "got NoneType", "is a `return` missing"),
