@@ -14,7 +14,7 @@ from torch import nn
 if TYPE_CHECKING:
     from ghostclip.engine.privacy_engine import PrivacyEngine
 
-__all__ = ["forget_earlier", "how_to_count", "warn_of_earlier", "warn_of_others"]
+__all__ = ["forget_earlier", "how_to_count", "next_step_of", "warn_of_earlier"]
 
 log = logging.getLogger("ghostclip")
 
@@ -72,10 +72,11 @@ def warn_of_earlier(engine: PrivacyEngine, how_to_count: Callable[[Any], str | N
         )  # fmt: skip
 
 
-def warn_of_others(engine: PrivacyEngine) -> None:
-    """Logs a warning, once, where another engine may take steps with the model, too, and this one doesn't count them.
+def next_step_of(engine: PrivacyEngine) -> int:
+    """The number of the model's next step, asked when a loop over batches begins.
 
-    Not before batches are asked for: an engine is often given up only when its variable gets the next one.
+    Logs a warning, once, where another engine may take steps with the model, too, and this one doesn't count them. Not
+    before there is a loop: an engine is often given up only when its variable gets the next one.
     """
     mark = vars(engine.model).get(MARK)
     if isinstance(mark, _Trained) and not mark.warned and engine._ranks.leads and mark.remedy(engine) is not None:
@@ -87,6 +88,7 @@ def warn_of_others(engine: PrivacyEngine) -> None:
                 "%s so that they add up, or call detach() of the engine that isn't used",
                 remedy,
             )
+    return engine._snapshots.model_steps
 
 
 def forget_earlier(model: nn.Module, counted: PrivacyEngine | None) -> None:

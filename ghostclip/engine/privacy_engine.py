@@ -19,7 +19,7 @@ from ghostclip.engine.before import Before
 from ghostclip.engine.budget import Spending
 from ghostclip.engine.correlation import refuse_with_correlation
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
-from ghostclip.engine.earlier_engines import how_to_count, warn_of_earlier, warn_of_others
+from ghostclip.engine.earlier_engines import how_to_count, next_step_of, warn_of_earlier
 from ghostclip.engine.fixed import FixedOnceBuilt
 from ghostclip.engine.loss_scaling import LossScaling
 from ghostclip.engine.mechanism import Mechanism
@@ -152,7 +152,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
             schedule, loader, policy, noise_multiplier, target_epsilon, target_delta, (epochs, steps), correlation,
             Before(before, source.private),
         )  # fmt: skip
-        loader.follow(plan.scheme, plan.largest, lambda: self._snapshots.model_steps, staged=schedule is not None)
+        loader.follow(plan.scheme, plan.largest, lambda: next_step_of(self), staged=schedule is not None)
         scaling = LossScaling(loss_scale, optimizer)
         clipper = GhostClipper(model, clipping, second_pass=second_pass, loss_scale=scaling.factor)
         micro_batches = micro_batches_of(model, loader, max_physical_batch_size, memory_limit)
@@ -167,15 +167,15 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         self.model, self.optimizer, self.clipping, self.schedule = model, optimizer, clipper.clipping, schedule
         self.noise, self.sampling, self.neighboring = source.mode, sampling, neighboring
         try:
-            self._begin(source, seed)
+            self._begin(source, loader, seed)
         except BaseException:  # lest the next engine find this one's hooks and ledger
             release.detach()
             self._spending.close()
             raise
 
-    def _begin(self, source: Noise, seed: int | None) -> None:
+    def _begin(self, source: Noise, loader: LogicalBatches, seed: int | None) -> None:
         """The parts are there: the rest of what users read, the start of all ranks, and warnings."""
-        plan, spending, loader = self._plan, self._spending, self.batches()
+        plan, spending = self._plan, self._spending
         self.noise_multiplier, self.planned_steps = plan.noise_multiplier, plan.planned_steps
         self.target_epsilon, self.target_delta = plan.target_epsilon, plan.target_delta
         self.correlation, self.batch_size, self.sample_rate = plan.correlation, loader.batch_size, loader.sample_rate
@@ -207,7 +207,6 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         """
         if self._loader is None:
             raise PrivacyError("this engine was detached from its optimizer; build a new PrivacyEngine")
-        warn_of_others(self)
         return self._loader
 
     @keeping_grad_mode
