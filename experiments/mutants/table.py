@@ -2461,7 +2461,7 @@ OF_COMPANY = [
     Mutant(
         "copies in one of two orders taken for those in the other",
         "ghostclip/graph/moves.py",
-        " or (word in op.REARRANGING and not loose.isdisjoint(_ends(node))):",
+        " or (word in op.REARRANGING and _may_rearrange(node, seen)):",
         ":",
         ("tests/laws/test_law_of_mixing.py", "-k", "a_mask_that_opens and order"),
     ),
@@ -2471,6 +2471,27 @@ OF_COMPANY = [
         "    alike = [any(_fits(each, owner) for owner in explained) for each in irregular.values()]\n",
         "    alike = [False for each in irregular.values()]\n",
         ("tests/integrations/test_trl.py", "-k", "not_every_batch"),
+    ),
+    Mutant(
+        "slices of rows that were zero are taken to be zero for good",
+        "ghostclip/graph/moves.py",
+        "or (moving and not each.whole) for",
+        "for",
+        ("tests/laws/test_law_of_mixing.py", "-k", "a_mask_that_opens and two_each"),
+    ),
+    Mutant(
+        "all levels of marks come equally often",
+        "ghostclip/graph/marks.py",
+        "levels += 8 if examples in (levels, levels**2, levels**3) else 0",
+        "levels += 0",
+        ("tests/laws/test_law_of_mixing.py", "-k", "same_part"),
+    ),
+    Mutant(
+        "a block that was reserved is kept when other steps are taken in",
+        "ghostclip/engine/budget.py",
+        "            self._account.give_back()\n",
+        "            pass\n",
+        ("tests/privacy/test_engine_ledger.py", "-k", "taken_in"),
     ),
     Mutant(
         "as_strided taken to read what it read before",

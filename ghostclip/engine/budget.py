@@ -196,9 +196,11 @@ class Spending:
     def add(self, runs: Runs, noises: Noises) -> None:
         """Takes in what other runs were charged, and never less than is known: a run only ever goes on.
 
-        ``noises`` are of all these; where they are several, the ledger records "standard", which claims least.
+        ``noises`` are of all these; of several modes the ledger records "standard", which claims least.
         """
-        self._shared(partial(self._add, runs, noises[0] if len(noises) == 1 else ("standard", "")))
+        modes = {mode for mode, _ in noises}
+        generator = " or ".join(name or "a generator that was not recorded" for _, name in noises)
+        self._shared(partial(self._add, runs, (modes.pop() if len(modes) == 1 else "standard", generator)))
 
     def _add(self, runs: Runs, noise: tuple[str, str]) -> None:
         self._refuse_other_relations([event for spent in runs.values() for event in spent])
@@ -207,7 +209,11 @@ class Spending:
         for run, spent in runs.items():
             self._runs[run] |= Counter(spent)
         if self.ledger is not None and (count := self.ledger.take_in(runs, *noise)):
-            log.warning("%d steps of this training that weren't in the ledger %s are now", count, self.ledger.path)
+            log.warning(
+                "%d releases that led to this model weren't in the ledger %s and are now", count, self.ledger.path
+            )
+        if self._account is not None:
+            self._account.give_back()
 
     def _refuse_two_continuations(self, runs: Runs) -> None:
         """Raises PrivacyError where these runs and the known ones went on with one mechanism after different steps.

@@ -34,8 +34,8 @@ __all__ = ["Release", "refuse_second_engine"]
 
 NO_STEP = (
     "the logical batch before this one had no step: end each turn of `for batch in engine.batches()` with "
-    "engine.step(batch, loss_fn), with optimizer.step() after `for examples in batch.physical()` (a loop of your own, "
-    "docs/training.md), or with batch.discard(), which charges it (engine.batches().discard() where it is out of reach)"
+    "engine.step(batch, loss_fn), with optimizer.step() (docs/training.md) or with batch.discard(), which charges it "
+    "(engine.batches().discard() where it is out of reach: an exception's traceback, or a variable, may hold its loop)"
 )
 LEFT = (
     "a logical batch was left before its step, by an exception or a break, and is not charged; call batch.discard(), "

@@ -75,7 +75,6 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
     seen = {edge: each for edge, each in owned.items() if edge[0] not in constant and not each.zero}
     if uses.hooked or by_lengths or _is_unclear(uses, seen, examples):
         return None
-    loose = {edge for edge, each in seen.items() if each.ambiguous or not each.is_regular}
     indexed, views = list[tuple[int, Rows | None]](), list[tuple[int, Rows, Rows]]()
     for place, node in enumerate(uses.nodes):
         if node in constant or type(node) is ACCUMULATE or isinstance(getattr(node, "call", None), LayerCall):
@@ -94,7 +93,7 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
                 return None
         elif is_own_function(node) and not recomputed:
             indexed.append((place, _rows((node, 0), owned)))
-        elif _may_mix(node, word, owned) or (word in op.REARRANGING and not loose.isdisjoint(_ends(node))):
+        elif _may_mix(node, word, owned) or (word in op.REARRANGING and _may_rearrange(node, seen)):
             return None
         elif word in op.VIEWS:
             before, after = _regular(node.next_functions[0], owned), _regular((node, 0), owned)
@@ -103,8 +102,14 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
     return Movements(indexed, views)
 
 
-def _ends(node: Any) -> list[Edge]:
-    return [*node.next_functions, *((node, number) for number in range(len(node._input_metadata)))]
+def _may_rearrange(node: Any, seen: Mapping[Edge, Owned]) -> bool:
+    """Whether a slice, a stack or the like may move rows that were zero, or whose order isn't known, to others."""
+    edges = [*node.next_functions, *((node, number) for number in range(len(node._input_metadata)))]
+    ends = [(len(_shape(edge)), seen[edge]) for edge in edges if edge in seen]
+    rank = max([dims for dims, _ in ends], default=0)
+    along = saved_dimensions(node, rank)
+    moving = not along or any(dims == rank and each.rows is not None and each.rows.dim in along for dims, each in ends)
+    return any(each.ambiguous or not each.is_regular or (moving and not each.whole) for _, each in ends)
 
 
 def _is_unclear(uses: Uses, seen: Mapping[Edge, Owned], examples: int) -> bool:

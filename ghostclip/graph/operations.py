@@ -65,8 +65,14 @@ COPY_INTO_SLICES = "torch::autograd::CopySlices"
 AS_STRIDED = "AsStrided"
 # Reshapes, which keep the order in which numbers lie.
 VIEWS = {"View", "ReshapeAlias", "UnsafeView", "ReshapeCopy"}
-# Those of SHAPING that don't leave each number in the row where it was.
-REARRANGING = SHAPING - VIEWS - {"Alias", "Clone", "Permute", "T", "ToCopy", "Transpose"}
+# Those of SHAPING that may put numbers into another row.
+REARRANGING = (
+    SHAPING
+    - VIEWS
+    - _words("""
+    Alias Clone Conj ConjPhysical NegView Permute Squeeze T ToCopy Transpose Unsqueeze ViewAsComplex ViewAsReal
+""")
+)
 # Their results may have other dimensions than their first inputs.
 OTHER_DIMENSIONS = {EMBEDDING, "Index", "Take"}
 # Operations that are given an index, a mask or the like beside their inputs in the graph.

@@ -254,10 +254,11 @@ class _Measured:
             wrong |= (~base[:, 0].isfinite() & self.finite[owner]).any(1)
         counts = base.new_zeros(len(base), self.examples).index_add_(1, owner, clear.all(0).to(base.dtype))
         zero = ~(base[:, 0].any(1) | now[:, :, 0].any(2).any(0))
-        found = torch.stack([wrong, counts.count_nonzero(1), zero, loose.any(0).any(1)], 1).tolist()
+        whole = clear.all(0).all(1)
+        found = torch.stack([wrong, counts.count_nonzero(1), zero, loose.any(0).any(1), whole], 1).tolist()
         return [
-            None if is_wrong else Owned(rows, 0 if is_zero else shown, bool(is_zero), bool(is_loose))
-            for (_, rows), (is_wrong, shown, is_zero, is_loose) in zip(candidates, found, strict=True)
+            None if is_wrong else Owned(rows, 0 if zero else shown, bool(zero), bool(loose), whole=bool(whole))
+            for (_, rows), (is_wrong, shown, zero, loose, whole) in zip(candidates, found, strict=True)
         ]
 
     def _chosen(self, subject: Subject, fitting: Sequence[Owned]) -> Owned | None:
@@ -337,4 +338,4 @@ class _Measured:
             return None
         used = None if bool(clear.all()) else clear
         rows = Rows(dim, RowIndex(torch.where(clear, owner, 0), self.examples, used))
-        return Owned(rows, len(owner[clear].unique()), loose=bool(loose.any()))
+        return Owned(rows, len(owner[clear].unique()), loose=bool(loose.any()), whole=used is None)

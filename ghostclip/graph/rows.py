@@ -52,6 +52,7 @@ class Owned:
         loose: some row fits to within `MarkScheme.tolerance` only, so that small examples may have a part in it.
         ambiguous: the rows fit another order or dimension as well, as where only a diagonal isn't zero.
         crossed: they fit another dimension as well.
+        whole: every row was shown.
         disputed: in such another order, rows that aren't finite would be those of other examples.
     """
 
@@ -61,6 +62,7 @@ class Owned:
     loose: bool = False
     ambiguous: bool = False
     crossed: bool = False
+    whole: bool = False
     disputed: bool = False
 
     @property

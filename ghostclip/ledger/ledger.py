@@ -180,6 +180,16 @@ class Account:
         self._check_open()
         self._journal.check(self.run, event, most)
 
+    @in_turn
+    def give_back(self) -> None:
+        """Gives the rest of the reserved block back: the next charge asks anew how many steps there may be.
+
+        Raises:
+            LedgerError: see `close`.
+        """
+        self._check_open()
+        self._journal.end(self.run)
+
     @property
     @in_turn
     def runs(self) -> dict[str, Counter[Event]]:

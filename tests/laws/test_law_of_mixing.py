@@ -21,6 +21,7 @@ from mixing_programs import (
 )
 from random_mixing import mixed_program
 
+from ghostclip import GhostClipper, UnsupportedModelError
 from ghostclip.graph import marks
 
 
@@ -117,6 +118,17 @@ def test_a_mask_that_opens(name):
     diagonal = torch.eye(EXAMPLES, dtype=torch.bool)
     masks, expect = {"E": diagonal, "R": torch.ones_like(diagonal)}, "EERERR"
     assert_letters(between(name, "perceptron", BEHIND_A_MASK[name], expect, lambda number: (masks[expect[number]],)))
+
+
+@pytest.mark.parametrize("examples", [16, 32, 256])
+def test_a_row_in_which_all_examples_have_the_same_part(examples):
+    """It comes out as the mean of all marks, which must be no example's."""
+    model, weights = torch.nn.Linear(3, 1), torch.eye(examples)
+    weights[:, 0] = 1
+    for _ in range(24):
+        clipper = GhostClipper(model)
+        with pytest.raises(UnsupportedModelError, match="examples mix"):
+            clipper.norms(weights @ model(torch.randn(examples, 3))[:, 0])
 
 
 @every_hook

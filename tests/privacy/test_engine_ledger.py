@@ -253,3 +253,11 @@ def test_steps_taken_without_the_ledger_are_in_it_once_the_training_goes_on_with
         assert engine_for(path).epsilon() == with_ledger.epsilon()
         alone = with_ledger
         alone.save(saved)
+
+
+def test_steps_that_are_taken_in_leave_fewer_of_a_block_that_was_reserved(path: Path) -> None:
+    alone = stepped(engine_for(None), 5)
+    most = stepped(engine_for(None), 8).epsilon(delta=PRIVATE["target_delta"])
+    engine = stepped(engine_for(path, max_epsilon=most * 1.0001), 1)
+    engine.load_state_dict(alone.state_dict())
+    assert steps_until_refused(engine, "one more step would pass max_epsilon") == 8

@@ -132,6 +132,11 @@ def repeated_out_of_order(h: Tensor, own: Tensor) -> Tensor:
     return (copies * kept).view(len(h), -1, h.shape[1]).sum(1)
 
 
+def first_rows_of_two_each(h: Tensor, own: Tensor) -> Tensor:
+    rows = torch.stack([h, h.flip(1)], 1).flatten(0, 1)
+    return rows.view(len(h), 2, -1).sum(1) + own[:, :1] * rows[: len(h)]
+
+
 def windows(h: Tensor, own: Tensor) -> Tensor:
     kept = torch.stack([own[:, 0], own.any(1)], 1).unsqueeze(1)
     return (F.pad(h, (0, 0, 1, 0)).unfold(0, 2, 1) * kept).sum(2)
@@ -155,6 +160,7 @@ BEHIND_A_MASK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "the first to all": lambda h, own: h + own[:, :1] * h[:1],
     "the one before": lambda h, own: h + own[:, :1] * F.pad(h, (0, 0, 1, 0))[:-1],
     "windows": windows,
+    "the first rows of two each": first_rows_of_two_each,
     "memory in another order": in_memory_order,
 }  # fmt: skip
 
