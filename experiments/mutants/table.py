@@ -3503,8 +3503,8 @@ BY_MARKS = [
     Mutant(
         "owners that fit loosely are certain",
         MARKED,
-        "loose=bool(loose.any()))",
-        "loose=False)",
+        "loose=bool(loose.any()), whole",
+        "loose=False, whole",
         (*PARTS, "outweighs"),
     ),
     Mutant(

@@ -33,8 +33,8 @@ from ghostclip.traces import StepTrace
 __all__ = ["Release", "refuse_second_engine"]
 
 NO_STEP = (
-    "the logical batch before this one had no step: end each turn of `for batch in engine.batches()` with "
-    "engine.step(batch, loss_fn), with optimizer.step() (docs/training.md) or with batch.discard(), which charges it "
+    "the logical batch before this one had no step: end each turn of `for batch in engine.batches()` with engine.step, "
+    "with optimizer.step() after `for examples in batch.physical()`, or with batch.discard(), which charges it "
     "(engine.batches().discard() where it is out of reach: an exception's traceback, or a variable, may hold its loop)"
 )
 LEFT = (
