@@ -23,8 +23,9 @@ MARK = "ghostclip_trained"
 
 
 class _Trained:
-    """Knows a model's last engine and those before without keeping them alive; a copy, or what is stored, has plain
-    figures in its place.
+    """Knows a model's last engine, and those before, without keeping them alive.
+
+    A copy of the model, or a stored one, has a record of plain figures instead.
     """
 
     def __init__(self, engine: PrivacyEngine, before: Sequence[weakref.ref[PrivacyEngine]] = ()) -> None:
