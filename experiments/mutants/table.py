@@ -2454,7 +2454,7 @@ OF_COMPANY = [
     Mutant(
         "pairs of examples that were behind a mask are not looked for again",
         "ghostclip/graph/moves.py",
-        "    return not all(alike) or any(each.crossed for each in seen.values())\n",
+        "    return not all(clear) or any(each.crossed for each in seen.values())\n",
         "    return False\n",
         ("tests/laws/test_law_of_mixing.py", "-k", "a_mask_that_opens"),
     ),
@@ -2468,8 +2468,8 @@ OF_COMPANY = [
     Mutant(
         "two texts of each example that are flattened are measured in every batch",
         "ghostclip/graph/moves.py",
-        "    alike = [any(_fits(each, owner) for owner in explained) for each in irregular.values()]\n",
-        "    alike = [False for each in irregular.values()]\n",
+        "    clear = [any(_fits(each, owner) for owner in explained) for each in irregular.values()]\n",
+        "    clear = [False for each in irregular.values()]\n",
         ("tests/integrations/test_trl.py", "-k", "not_every_batch"),
     ),
     Mutant(

@@ -126,12 +126,15 @@ def _is_unclear(uses: Uses, seen: Mapping[Edge, Owned], examples: int) -> bool:
             for edge, other in ((below, above), (above, below)):
                 if edge in irregular and other in seen:
                     explained += _reshaped(other, seen[other], edge, irregular[edge], examples)
-    alike = [any(_fits(each, owner) for owner in explained) for each in irregular.values()]
-    return not all(alike) or any(each.crossed for each in seen.values())
+    clear = [any(_fits(each, owner) for owner in explained) for each in irregular.values()]
+    return not all(clear) or any(each.crossed for each in seen.values())
 
 
 def _reshaped(edge: Edge, known: Owned, other: Edge, found: Owned, examples: int) -> list[Tensor]:
-    """The owners of a tensor's rows as a reshape of another one has them, whose rows are in order; [] of others."""
+    """Whose the rows of ``other`` are, a reshape of ``edge``: one tensor [rows].
+
+    [] where the rows of ``edge`` are in no order, or some row of ``other`` holds numbers of several examples.
+    """
     if known.ambiguous or not known.is_regular or known.rows is None or found.rows is None:
         return []
     shape, reshaped, (dim, now) = list(_shape(edge)), list(_shape(other)), (known.rows.dim, found.rows.dim)

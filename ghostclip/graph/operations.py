@@ -65,14 +65,11 @@ COPY_INTO_SLICES = "torch::autograd::CopySlices"
 AS_STRIDED = "AsStrided"
 # Reshapes, which keep the order in which numbers lie.
 VIEWS = {"View", "ReshapeAlias", "UnsafeView", "ReshapeCopy"}
-# Those of SHAPING that may put numbers into another row.
-REARRANGING = (
-    SHAPING
-    - VIEWS
-    - _words("""
+# Those of SHAPING that leave numbers in their rows, as reshapes do whose rows fit; the others may put them elsewhere.
+STAYING = _words("""
     Alias Clone Conj ConjPhysical NegView Permute Squeeze T ToCopy Transpose Unsqueeze ViewAsComplex ViewAsReal
 """)
-)
+REARRANGING = SHAPING - VIEWS - STAYING
 # Their results may have other dimensions than their first inputs.
 OTHER_DIMENSIONS = {EMBEDDING, "Index", "Take"}
 # Operations that are given an index, a mask or the like beside their inputs in the graph.

@@ -69,6 +69,7 @@ class LogicalBatches:
         groups: the group of each example (or user), int32, where they take turns; it stays the same, else None.
         limit: the most examples (or rows of users) in a physical batch; None: no limit.
         owner: the object that takes the steps; it is called with each batch.
+        loop: finds the loop that was given the last batch; None once it is gone.
         check_size: raises PrivacyError where the data set's length has changed.
         rows_digest: of the rows that a `Subset` picks.
 
@@ -129,11 +130,10 @@ class LogicalBatches:
         self.rows_digest = partial(rows_digest, dataset)
         self._scheme_at: Callable[[int], Scheme] = lambda _: self.scheme
         self._step_number: Callable[[], int] | None = None
-        self._staged = False
         self._draws: Draws | None = None
         self.loop: Callable[[], _Loop | None] = lambda: None
         self._process = os.getpid()
-        self._epoch = self._taken = self._skip = 0
+        self._epoch, self._taken, self._skip, self._staged = 0, 0, 0, False
         if given is not None:
             say_sampler_is_replaced(given, self.scheme.words)
         if self._users is None:
