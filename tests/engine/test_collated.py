@@ -170,7 +170,7 @@ def test_check_has_no_finding_in_honest_loaders_and_batches(name, rows):
 
 
 def test_each_example_is_read_once_more(monkeypatch):
-    """Reading may take long, as decoding an image does. In the first steps, and no later one is drawn by chance here."""
+    """Reading may take long, as decoding an image does. No later step is drawn by chance here."""
     monkeypatch.setattr(first_steps, "SELDOM", float("inf"))
     read: list[int] = []
 
