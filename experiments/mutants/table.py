@@ -3167,22 +3167,22 @@ BY_MARKS = [
     Mutant(
         "rows of layers are not noted for the second backward",
         "ghostclip/clipper/collector.py",
-        "            self.seen[call] = numbers(grad, call.batch_dim)\n",
+        "            self._look(call, grad)\n",
         "            pass\n",
         (*MOVED_ROWS, "two_examples"),
     ),
     Mutant(
         "rows of boundaries are not noted for the second backward",
         "ghostclip/clipper/collector.py",
-        "            last.region.watch = self._see\n",
+        "            last.region.watch = look\n",
         "            pass\n",
         (*MOVED_ROWS, "two_examples"),
     ),
     Mutant(
         "rows of boundaries need not fit their marks",
         PASSES,
-        "            last.region.watch = self._look\n",
-        "            pass\n",
+        "        if subject not in seen:\n",
+        "        if subject not in seen or not isinstance(subject, LayerCall):\n",
         (*MOVED_ROWS, "two_examples"),
     ),
     Mutant(

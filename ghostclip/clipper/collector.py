@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
@@ -71,6 +71,7 @@ class TermReceiver(ABC):
         self._uses_to_come = dict[Part, int]()
         # Parts that were used several times.
         self._several = set[Part]()
+        self._look: Callable[[Any, Tensor], None] | None = None
         for call in layout.calls:
             parts = self._parts[id(call)] = {}
             for name in call.own:
@@ -82,8 +83,16 @@ class TermReceiver(ABC):
                     self._several.add(part)
                 self._uses_to_come[part] = self._uses_to_come.get(part, 0) + 1
 
+    def show_rows(self, look: Callable[[Any, Tensor], None]) -> None:
+        """From now on ``look`` is told (subject, gradient) of each use of a layer and of each boundary."""
+        self._look = look
+        if self.calls and isinstance(last := self.calls[-1], FallbackCall):
+            last.region.watch = look
+
     def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
+        if self._look is not None and not isinstance(call, FallbackCall):
+            self._look(call, grad)
         # Saved inputs still know their history; what is held must not keep that part of the graph alive.
         inputs = tuple(map(Tensor.detach, inputs))
         parts, regrouping = self._parts[id(call)], self.layout.regrouping.get(id(call))
@@ -185,26 +194,18 @@ class NormCollector(TermReceiver):
         # The use whose terms are coming, and the addresses of tensors that its kept terms hold on to.
         self._held: tuple[LayerCall | None, set[int]] = None, set()
 
-    def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-        """See `TermReceiver.receive`; the numbers of rows are noted where a second backward is to check them."""
-        super().receive(call, inputs, grad)
-        if self.seen is not None and not isinstance(call, FallbackCall):
-            self.seen[call] = numbers(grad, call.batch_dim)
-
     def _bytes_of(self, owners: Collection[int]) -> int:
         """Bytes of materialised gradients of these parameters."""
         return sum([4 * self._examples * each.numel() for _, each in self._trained if id(each) in owners])
 
     def note_rows(self) -> None:
         """From now on the numbers of rows are noted, of layers and of boundaries."""
-        self.seen = {}
-        if self.calls and isinstance(last := self.calls[-1], FallbackCall):
-            last.region.watch = self._see
+        seen = self.seen = {}
 
-    def _see(self, edge: Any, grad: Tensor) -> None:
-        """Notes the numbers of rows of a boundary."""
-        if self.seen is not None:
-            self.seen[edge] = numbers(grad, self.layout.rows[edge].dim)
+        def note(subject: Any, grad: Tensor) -> None:
+            seen[subject] = numbers(grad, self.layout.rows[subject].dim)
+
+        self.show_rows(note)
 
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
         for (owner, _), squared in zip(parts, pair.squared_norms(), strict=True):

@@ -6,6 +6,7 @@ each sum as soon as it is formed: of a parameter, or of some rows of one.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,7 +27,6 @@ from ghostclip.graph.marks import MarkScheme, compared, numbers
 from ghostclip.graph.reader import backward_to_layers, free_graph
 from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall, Part
-from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.precision import full_precision
 from ghostclip.norms.reduce import all_finite
@@ -292,24 +292,19 @@ class Reweighting(TermReceiver):
         seen: Mapping[Any, Any] | None = None, times: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(layout, without=done)
-        self._sums, self._add, self._seen, self._times = sums, add, seen, times
+        self._sums, self._add = sums, add
         self._sum_of_uses: dict[Part, Tensor] = {}  # so far, of parts that are used again
         self.off: list[Tensor] = []
-        if layout.calls and isinstance(last := layout.calls[-1], FallbackCall):
-            last.region.watch = self._look
+        if seen is not None and times is not None:
+            self.show_rows(functools.partial(self._compare, seen, times))
 
-    def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-        """See `TermReceiver.receive`; rows are held against what the first pass noted."""
-        if not isinstance(call, FallbackCall):
-            self._look(call, grad)
-        super().receive(call, inputs, grad)
-
-    def _look(self, subject: Any, grad: Tensor) -> None:
-        if self._seen is None or self._times is None or subject not in self._seen:
+    def _compare(self, seen: Mapping[Any, Any], times: Tensor, subject: Any, grad: Tensor) -> None:
+        """Holds the rows of a subject against what the first pass noted."""
+        if subject not in seen:
             return
         rows = self.layout.rows[subject]
-        owner = rows.owners(grad.shape[rows.dim] if grad.dim() else 1, len(self._times), grad.device)
-        found = compared(self._seen[subject], numbers(grad, rows.dim), self._times[owner], MARKS)
+        owner = rows.owners(grad.shape[rows.dim] if grad.dim() else 1, len(times), grad.device)
+        found = compared(seen[subject], numbers(grad, rows.dim), times[owner], MARKS)
         self.off.append(found.off.any())
 
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
