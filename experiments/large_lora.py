@@ -1,14 +1,15 @@
 """LoRA of a language model of half a billion parameters on one machine: private steps beside ordinary ones.
 
 Adapters of rank 16 on a random Llama in bfloat16, with gradient checkpointing by transformers; ``--workload head``
-takes a smaller one, all of which is trained, its head of 128,000 words too. Peak memory is that of a fresh process for
+takes a smaller one, all of which is trained, its head of 128,000 words too, and ``--workload 4bit`` one whose frozen
+layers are quantized by bitsandbytes. Peak memory is that of a fresh process for
 each way. Steps take turns in one process, and each is reported as the median of its time over the
 ordinary step's of the same round. That takes about 45 minutes and 10 GiB. Of few rounds many are of batches in which
 ownership is measured (1, 2, 4, 8, ...), which take longer: look at the quartiles, too.
 
-    python experiments/large_lora.py [--workload large|head|tiny] [--seconds S] [--no-memory | --no-time] [--out FOLDER]
+    python experiments/large_lora.py [--workload large|head|4bit|tiny] [--seconds S] [--no-memory | --no-time] [--out FOLDER]
 
-writes large_lora.json and large_lora.md, or large_lora_head.json and its page. ``--training N`` makes N steps of two
+writes large_lora.json and large_lora.md, or large_lora_head.json (large_lora_4bit.json) and its page. ``--training N`` makes N steps of two
 trainings from the first one on, whose times are added: batches in which ownership is measured count as often as they
 come. It writes large_lora_training.json and its page.
 """
@@ -169,7 +170,7 @@ def markdown(results: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and writes; 1 where a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workload", default="large", choices=("large", "head", "tiny"))
+    parser.add_argument("--workload", default="large", choices=("large", "head", "4bit", "tiny"))
     parser.add_argument("--seconds", type=float, default=1600.0, help="measuring time of all steps (default: 1600)")
     parser.add_argument("--no-memory", action="store_true", help="time only")
     parser.add_argument("--no-time", action="store_true", help="memory only")
@@ -207,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, row in time(workload.name, options.seconds).items():
             ways[name] |= row
     results["ways"] = ways
-    name = "large_lora_head" if workload.name == "head" else "large_lora"
+    name = f"large_lora_{workload.name}" if workload.name in ("head", "4bit") else "large_lora"
     (options.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
     (options.out / f"{name}.md").write_text(markdown(results))
     print("\n".join(missed(results)))

@@ -257,6 +257,12 @@ def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
             else "use GroupNorm in its place, or keep it in eval mode (after model.train(), call its own .eval())"
         )
         yield f"{kind} mixes the examples of a batch", remedy
+    elif (threshold := _outlier_threshold(module)) > 0.0:
+        yield (
+            f"{kind} computes a feature in another precision as soon as one example of the batch has a value above "
+            f"{threshold:g} there, which mixes examples",
+            "load the model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits",
+        )
     elif (
         module.training
         and getattr(module, "track_running_stats", False)
@@ -270,6 +276,13 @@ def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
         )
     if any(parameter.is_complex() for parameter in trained):
         yield f"{kind} has complex parameters", "use real ones: norms and noise are defined for those"
+
+
+def _outlier_threshold(module: Any) -> float:
+    """From which value on a layer of int8 numbers, of bitsandbytes, takes a feature for an outlier; 0 where none is."""
+    if not type(module).__module__.startswith("bitsandbytes."):
+        return 0.0
+    return float(getattr(getattr(module, "state", None), "threshold", 0.0))
 
 
 def check_module(model: Any) -> None:

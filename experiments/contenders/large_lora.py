@@ -55,6 +55,25 @@ def llama(words: int, width: int, inner: int, layers: int) -> nn.Module:
     return get_peft_model(model, adapters).train()
 
 
+def quantized_llama(words: int, width: int, inner: int, layers: int) -> nn.Module:
+    """The same with the frozen linear layers in four bits (QLoRA, Dettmers et al. 2023)."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    model: Any = whole_llama(words, width, inner, layers)
+    for block in model.model.layers.modules():
+        for name, layer in block.named_children():
+            if isinstance(layer, nn.Linear):
+                narrow = Linear4bit(
+                    layer.in_features, layer.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+                )
+                narrow.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+                setattr(block, name, narrow.to("cpu"))  # which quantizes it
+    model.requires_grad_(False)
+    model.enable_input_require_grads()
+    adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, adapters).train()
+
+
 def texts(words: int, positions: int, size: int) -> tuple[Tensor, Tensor]:
     """So many random texts, which are their own labels."""
     found = torch.randint(2, words, (size, positions))
@@ -115,6 +134,10 @@ WORKLOADS = (
     Workload(
         "head", "Llama: width 512, 2 layers, 128,000 words, all of it trained; texts of 256 tokens", 4,
         lambda: whole_llama(128_000, 512, 1408, 2), partial(texts, 128_000, 256),
+    ),
+    Workload(
+        "4bit", f"Llama: width 1024, 8 layers in four bits (NF4), 32,000 words, {RANK_16}; texts of 256 tokens", 4,
+        lambda: quantized_llama(32_000, 1024, 2816, 8), partial(texts, 32_000, 256),
     ),
     Workload(
         "tiny", f"Llama: width 64, 2 layers, 500 words, {RANK_16}; texts of 16 tokens", 4,

@@ -4283,6 +4283,27 @@ USED = [
         "number = values[place].clone()",
         ("tests/engine/test_self_check.py", "-k", "watched"),
     ),
+    Mutant(
+        "products with quantized weights mix along no dimension",
+        "ghostclip/graph/operations.py",
+        "**dict.fromkeys(ROW_BY_ROW, 1)",
+        "**dict.fromkeys(ROW_BY_ROW, 0)",
+        ("tests/clipper/test_quantized.py", "-k", "last_dimension"),
+    ),
+    Mutant(
+        "a product with quantized weights may give others gradients, too",
+        "ghostclip/graph/nodes.py",
+        "word_of(node) not in ROW_BY_ROW or any(below is not None for below, _ in node.next_functions[1:])",
+        "word_of(node) not in ROW_BY_ROW",
+        ("tests/clipper/test_quantized.py", "-k", "bias"),
+    ),
+    Mutant(
+        "features of int8 layers may be treated apart for the sake of one example",
+        "ghostclip/wrap.py",
+        'if not type(module).__module__.startswith("bitsandbytes."):',
+        "if True:",
+        ("tests/clipper/test_quantized.py", "-k", "eight_bits"),
+    ),
 ]
 
 MUTANTS = [

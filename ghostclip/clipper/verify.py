@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ghostclip.clipper.cutting import cut
 from ghostclip.clipper.forwards import forward_of
+from ghostclip.clipper.gradient_guard import GradientGuard
 from ghostclip.clipper.trial import without_trace
 from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import VerificationError
@@ -33,7 +34,7 @@ def compare_with_loop(
     if tolerance is None:
         tolerance = 1e-9 if all(parameter.dtype == torch.float64 for parameter in trained.values()) else 1e-3
     # In eval mode, so that dropout doesn't differ between the batch and the single examples.
-    with without_trace(model), _gradients_aside(list(trained.values())):
+    with without_trace(model), _gradients_aside(clipper, list(trained.values())):
         losses = loss_fn(model.eval(), batch)
         with clipper.passes.running(forward_of(model, loss_fn, batch)):
             norms = clipper.norms(losses, per="parameter", retain_graph=True)
@@ -112,13 +113,15 @@ def _relative(found: Tensor, expected: Tensor, scale: Tensor) -> float:
 
 
 @contextmanager
-def _gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside, the p.grads begin as None; afterwards what stood there is put back."""
-    before = [parameter.grad for parameter in parameters]
+def _gradients_aside(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, the p.grads begin as None; afterwards what stood there is put back, and known as before."""
+    before, guard = [parameter.grad for parameter in parameters], clipper._guard
+    clipper._guard = GradientGuard()
     try:
         for parameter in parameters:
             parameter.grad = None
         yield
     finally:
+        clipper._guard = guard
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad

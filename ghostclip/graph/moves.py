@@ -91,7 +91,9 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
                 indexed.append((place, rows))
             elif _moves(node, rows, examples):
                 return None
-        elif is_own_function(node) and not recomputed:
+        elif is_own_function(node):
+            if recomputed:
+                return None
             indexed.append((place, _rows((node, 0), owned)))
         elif _may_mix(node, word, owned) or (word in op.REARRANGING and _may_rearrange(node, seen)):
             return None
@@ -324,10 +326,11 @@ def _keeps_apart(node: Any, rows: Rows, examples: int) -> bool:
             not_finite = numbers.log() * math.inf  # of cosines: NaN and infinite numbers
             given = numbers, numbers * marks, numbers.where(owner != odd, not_finite)
             plain, marked, broken = (tree_leaves(node.apply(each)) for each in given)
+            # What a frozen weight would get goes nowhere.
             return all(
                 _equal(one * marks, other) and _equal(one.where(owner != odd, 0), last.where(owner != odd, 0))
-                for one, other, last in zip(plain, marked, broken, strict=True)
-                if one is not None
+                for one, other, last, wanted in zip(plain, marked, broken, node.needs_input_grad, strict=True)
+                if wanted and one is not None
             )
     except Exception:  # of any kind, of the user's code: the batch is measured
         return False

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
+from ghostclip.graph.operations import ROW_BY_ROW, word_of
 from ghostclip.nn.base import LayerCall
 
 __all__ = [
@@ -51,8 +52,13 @@ SIZES = {
 
 
 def is_own_function(node: Any) -> bool:
-    """Whether a node is of a `torch.autograd.Function` that belongs to no layer of ours."""
-    return isinstance(node, BackwardCFunction) and not isinstance(getattr(node, "call", None), LayerCall)
+    """Whether a node is of a `torch.autograd.Function` that belongs to no layer of ours, and isn't known (ROW_BY_ROW).
+
+    Such a function is known where its first input alone, which has the examples, gets a gradient.
+    """
+    if not isinstance(node, BackwardCFunction) or isinstance(getattr(node, "call", None), LayerCall):
+        return False
+    return word_of(node) not in ROW_BY_ROW or any(below is not None for below, _ in node.next_functions[1:])
 
 
 @functools.lru_cache(1 << 16)

@@ -55,7 +55,13 @@ INDEXED = _words("""
     Scatter ScatterAdd ScatterReduce SegmentReduce Sort Take Topk UnsafeIndex UnsafeIndexPut
     torch::autograd::CopySlices
 """)
-KNOWN = POINTWISE | SHAPING | ALONG | PRODUCTS | INDEXED
+# Functions of other libraries whose backwards were read: products with frozen quantized weights.
+QUANTIZED = {
+    "bitsandbytes.autograd._functions": "MatMul4Bit MatMul8bitFp MatMul8bitLt",
+    "hqq.core.quantize": "HQQMatmulCachedDeq HQQMatmulNoCacheDeq HQQMatmulNoCacheMul",
+}
+ROW_BY_ROW = {f"{module}.{name}" for module, names in QUANTIZED.items() for name in _words(names)}
+KNOWN = POINTWISE | SHAPING | ALONG | PRODUCTS | INDEXED | ROW_BY_ROW
 # The word in a node's name; a node without one goes by its whole name.
 WORD = re.compile(r"(\w+?)Backward\d$")
 MASKED_SCATTER, EMBEDDING = "MaskedScatter", "Embedding"
@@ -86,7 +92,7 @@ LAST = {"AdaptiveAvgPool2D": 2, "AdaptiveAvgPool3D": 3, "AdaptiveMaxPool2D": 2, 
         "LinalgMatrixExp": 2, "LinalgPinv": 2, "LinalgQr": 2, "LinalgSlogdet": 2, "LinalgSvd": 2, "MaxPool2D": 2,
         "MaxPool2DWithIndices": 2, "MaxPool3DWithIndices": 3, "UpsampleBicubic2D": 2, "UpsampleBilinear2D": 2,
         "UpsampleLinear1D": 1, "UpsampleNearest1D": 1, "UpsampleNearest2D": 2, "UpsampleNearest3D": 3,
-        "UpsampleTrilinear3D": 3}  # fmt: skip
+        "UpsampleTrilinear3D": 3, **dict.fromkeys(ROW_BY_ROW, 1)}  # fmt: skip
 # These have the examples in the first dimension and go along all others.
 FIRST = {"AffineGridGenerator", "BatchNormNoUpdate", "Col2Im", "ConvDepthwise2D", "ConvDepthwise3D", "Convolution",
          "ConvolutionBackward", "CudnnConvolution", "CudnnConvolutionTranspose", "Im2Col",
@@ -102,9 +108,11 @@ BY_VALUE = {"Index", "IndexPut", "UnsafeIndex", "UnsafeIndexPut", "IndexSelect",
 
 
 def word_of(node: Any) -> str:
-    """The operation that a node of torch's own belongs to."""
-    found = WORD.match(node.name())
-    return found[1] if found else node.name()
+    """The operation that a node of torch's own belongs to; of any other Function its full name."""
+    if found := WORD.match(node.name()):
+        return found[1]
+    function = getattr(type(node), "_forward_cls", None)
+    return node.name() if function is None else f"{function.__module__}.{function.__qualname__}"
 
 
 def hides_constants(node: Any) -> bool:

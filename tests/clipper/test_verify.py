@@ -22,6 +22,16 @@ def test_verify_passes_on_good_models(name, second_pass):
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_sums_that_were_there_before_are_there_and_known_afterwards():
+    row = case("cnn")
+    model, clipper, losses = ready(row)
+    clipper.backward(losses)
+    before = [p.grad.clone() for p in model.parameters()]
+    clipper.verify(lambda m, batch: row.losses(m(*batch)), row.inputs())
+    clipper.backward(row.losses(model(*row.inputs())))
+    assert all(not torch.equal(old, p.grad) for old, p in zip(before, model.parameters(), strict=True))
+
+
 def keys_with_bias(m, x):
     """Attention by hand: what a bias adds to all keys, the softmax takes away, so that its gradient is rounding."""
     return torch.softmax(m.query(x) @ m.key(x).mT, dim=-1) @ x
