@@ -34,6 +34,10 @@ NOT_FINITE = (
     "look for infinite or NaN values in the data, divisions by zero, or overflow in float16 (see loss_scale)",
 )
 
+NOT_COMPARED = (
+    "no losses could be compared in other batches: all examples have the same loss, as those of a batch of zeros, or "
+    "the same examples have another loss each time; whether losses depend on other examples was not tested"
+)
 LAYERS_ALONE = (
     "nothing found in its layers; no batch was run, so what its forward does with examples was not tested: {}call "
     "ghostclip.check(model, loss_fn, batch)"
@@ -79,10 +83,13 @@ def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Any = No
     findings = list(findings)
     known = {finding.path for finding in findings}
     rows = _rows(model, loss_fn, batch)
-    findings += [each for each in _mixing(TrialLosses(loss_fn, model, rows)) if each.path not in known]
+    mixing, compared = _mixing(TrialLosses(loss_fn, model, rows))
+    findings += [each for each in mixing if each.path not in known]
     findings = findings or _refusal(model, loss_fn, rows.load(range(len(rows))).batch)
-    if not findings:
+    if not findings and compared:
         CHECKED.add(model)
+    elif not findings:
+        log.warning("check: %s", NOT_COMPARED)
     return findings
 
 
@@ -103,12 +110,15 @@ def _rows(model: nn.Module, loss_fn: LossFunction, batch: Any) -> LoadedRows:
         return rows_of(batch, losses.numel())
 
 
-def _mixing(trial: TrialLosses) -> list[Finding]:
-    """How losses depend on other examples, and what the model keeps of them; ValueError for fewer than two."""
+def _mixing(trial: TrialLosses) -> tuple[list[Finding], bool]:
+    """How losses depend on other examples, and what the model keeps of them; and whether losses could be compared.
+
+    ValueError for fewer than two.
+    """
     try:
         check_shape(trial.first.losses)
     except LossShapeError as error:
-        return [Finding("", *_parts(error))]
+        return [Finding("", *_parts(error))], False
     if len(trial.first.losses) < 2:
         raise ValueError(f"batch must have at least two examples, to see whether they mix; got {len(trial.rows)}")
     test = MixingTest(trial, log.warning)
@@ -117,7 +127,7 @@ def _mixing(trial: TrialLosses) -> list[Finding]:
         kind, (path, _, own) = kept[0], kept[1].rpartition(".")
         problem = f"the forward puts something of the batch's data into the {kind} {own!r}, which gets no noise"
         found.append(Finding(path, problem, REMEDY_OF_KEPT))
-    return [each for each in found if each]
+    return [each for each in found if each], test.compared
 
 
 def _refusal(model: nn.Module, loss_fn: LossFunction, batch: Any) -> list[Finding]:

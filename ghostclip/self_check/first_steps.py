@@ -119,8 +119,7 @@ class SelfCheck:
             some = self._some(physical.examples, rows, larger, min(most or rows.units, rows.units))
             if due:
                 passes = None if ragged or self._clipper.sharding.sharded else self._clipper.passes
-                self._compare(TrialLosses(loss_fn, self._model, some, passes))
-                self._compared = True
+                self._compared |= self._compare(TrialLosses(loss_fn, self._model, some, passes))
             if self._to_compare and not ragged:
                 self._compare_gradients(loss_fn, some.some(range(min(FEW, some.units))))
         except VerificationError:
@@ -156,11 +155,11 @@ class SelfCheck:
                 return rows.some(self._dice.sample(range(rows.units), most))
         return some
 
-    def _compare(self, trial: TrialLosses) -> None:
-        """Raises ExamplesMixError where the trial's rows mix."""
+    def _compare(self, trial: TrialLosses) -> bool:
+        """Whether losses could be compared; raises ExamplesMixError where the trial's rows mix."""
         losses = trial.first.losses
         if losses.shape != (len(trial.rows),) or not losses.is_floating_point():
-            return
+            return False
         test = MixingTest(trial, self._say)
         if (kept := test.kept()) is not None:
             raise ExamplesMixError(
@@ -172,6 +171,7 @@ class SelfCheck:
             raise ExamplesMixError(
                 f"{path}{mixed.problem}{line}, so the self-check found examples that mix; {mixed.remedy}"
             )
+        return test.compared
 
     def _say(self, reason: str) -> None:
         """Says once for each reason what isn't tested, or is to be known."""

@@ -56,10 +56,15 @@ class MixingTest:
     """Tries the rows of a batch, of at least two units, in other company, chosen by no random numbers of the user's.
 
     ``say`` is told why something can't be tested.
+
+    Attributes:
+        compared: whether `mixed` could compare losses of the rows in other company, or norms of their gradients. Not
+            where all are alike, as in a batch of zeros, or where the same rows have other losses each time.
     """
 
     def __init__(self, trial: TrialLosses, say: Callable[[str], None]) -> None:
         self._trial, self._say, self._dice = trial, say, random.Random()
+        self.compared = False
         rows, lengths = trial.rows, trial.first.loaded.lengths
         # From short to long, so that a half has no long ones; at random if alike.
         order = self._dice.sample(range(rows.units), rows.units)
@@ -128,6 +133,7 @@ class MixingTest:
             test = self._what_moves()
         except Exception as error:  # a loss function need not take copies of a row
             self._say(f"losses can't be compared where rows are exchanged ({type(error).__name__}: {error})")
+            self.compared = False
             return None
         if test is None:
             return None
@@ -178,6 +184,7 @@ class MixingTest:
                 if self._draws_alike(part):
                     return test
                 self._say("other random numbers are drawn for other data")
+                self.compared = False
         return None
 
     def _halves_move(self, trial: TrialLosses) -> bool:
@@ -194,30 +201,37 @@ class MixingTest:
             return False
         places, in_order = [place for part in parts for place in part], rows.each > 1
         losses = torch.cat([each.losses for each in outcomes])
+        self.compared |= trial.differ(losses, losses[:1].expand_as(losses))
         if trial.differ(*_comparable(first.losses[places], losses, in_order)):
             return True
         # Gradients may follow the batch where losses don't.
         norms = [each.norms for each in outcomes if each.norms is not None]
         if first.norms is None or sum(map(len, norms)) < len(places):
             return False
+        self.compared |= trial.norms_differ(first.norms, first.norms[:1].expand_as(first.norms))
         return trial.norms_differ(*_comparable(first.norms[places], torch.cat(norms), in_order))
 
     def _copies_move(self, trial: TrialLosses, part: Sequence[int]) -> bool:
         """Whether losses of ``part`` change when copies of one of its rows replace all others: 1 2 3 4 becomes 1 2 1 1.
 
-        They differ by the rows, not by the random numbers, of which as many must be drawn. Where none are, rows may be
-        sorted: then a loss must be none of the first losses, in whatever place.
+        They differ by the rows, not by the random numbers, of which as many must be drawn. Where a collate function may
+        put rows elsewhere (it sorts, or draws an order), not those of users, the losses of rows that stay must be among
+        those of the others, and none may be a new one. A function that repeats rows in the place of others has fewer.
         """
         if (index := self._swapped(part)) is None:
             return False
         found, first, places = trial.run(index), trial.first, list(part)
-        if not trial.differ(first.losses[places], found.losses[places]) or found.states != first.states:
+        if found.losses.shape != first.losses.shape or found.states != first.states:
             return False
-        if trial.draws and not first.loaded.drew:
+        self.compared |= trial.differ(first.losses, found.losses)
+        moved = trial.differ(first.losses[places], found.losses[places])
+        if trial.rows.each > 1 or (trial.draws and not first.loaded.drew):
+            return moved
+        before, after = (each.losses[each.losses.isfinite()] for each in (first, found))
+        if trial.common(before, after) < len(places) - (len(index) - len(before)):
             return True
-        finite = found.losses[found.losses.isfinite()]
-        distances = (finite.unsqueeze(1) - first.losses).abs().nan_to_num(nan=torch.inf)
-        return bool(len(finite)) and trial.differ(finite, first.losses[distances.argmin(1)])
+        distances = (after.unsqueeze(1) - first.losses).abs().nan_to_num(nan=torch.inf)
+        return moved and bool(len(after)) and trial.differ(after, first.losses[distances.argmin(1)])
 
     def _swapped(self, part: Sequence[int]) -> list[int] | None:
         """An index by which the units of ``part`` stay, and one of them stands in all other places; None: none can.
@@ -251,9 +265,11 @@ class MixingTest:
             if toss and self._dice.random() < 0.5:
                 if trial.differ(trial.run(trial.every).losses, trial.first.losses):
                     self._say(
-                        "the same rows have other losses when they are tried again: if a loss keeps anything of "
-                        "earlier batches, epsilon doesn't hold; take that out, and let random numbers be torch's"
+                        "the same rows have other losses when they are tried again, so that losses aren't compared: if "
+                        "a loss depends on other examples, or keeps anything of earlier batches, epsilon doesn't hold; "
+                        "let random numbers be torch's, Python's or numpy's own, without a generator of yours"
                     )
+                    self.compared = False
                     return False
             elif not test(trial):
                 return False

@@ -131,9 +131,26 @@ class TrialLosses:
         """Whether losses [n] differ from others by more than rounding may do, or are of another number."""
         if these.shape != those.shape:
             return True
+        return not bool(torch.isclose(these, those, rtol=0, atol=self._off, equal_nan=True).all())
+
+    @property
+    def _off(self) -> float:
+        """By how much a loss may differ by rounding."""
         largest = float(self.first.losses.nan_to_num(nan=0, posinf=0, neginf=0).abs().max())
-        off = max(self._rounding[0] * largest, self._rounding[1])
-        return not bool(torch.isclose(these, those, rtol=0, atol=off, equal_nan=True).all())
+        return max(self._rounding[0] * largest, self._rounding[1])
+
+    def common(self, these: Tensor, those: Tensor) -> int:
+        """How many of some finite losses are among others, each of which counts once, in whatever order."""
+        left, right, found = sorted(these.tolist()), sorted(those.tolist()), 0
+        while left and right:
+            one, other = left[-1], right[-1]
+            close = abs(one - other) <= self._off
+            found += close
+            if close or one > other:
+                left.pop()
+            if close or one <= other:
+                right.pop()
+        return found
 
     def seen(self, index: Sequence[int]) -> tuple[set[torch.dtype], Any]:
         """Types of all that is computed for the rows ``index``, and what is drawn: sizes and states after it.
