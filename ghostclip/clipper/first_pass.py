@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -121,13 +120,14 @@ class FirstPasses:
             exact: use no form of a norm that may cancel, and wait for a GPU where that takes it.
         """
         losses = self._scaled(losses)
-        hooked = self.calls is not None and self.calls.hooked()
         # What isn't clipped isn't watched by marks, either.
         anew = (keep is not Keep.CHOSEN or self.must_measure) and not is_traced()
-        found = self._pass(losses, keep, exact, retain_graph, hooked, anew)
+        found = self._pass(losses, keep, exact, retain_graph, anew)
         if found is None:
-            found = self._pass(losses, keep, exact, retain_graph, hooked, anew=True)
+            found = self._pass(losses, keep, exact, retain_graph, anew=True)
         assert found is not None
+        if self.calls is not None:
+            self.calls.begin()
         self.must_measure = False
         return found
 
@@ -136,19 +136,15 @@ class FirstPasses:
         check_losses(losses, self.scale)
         return losses if self.scale == 1.0 else losses * self.scale
 
-    def _pass(
-        self, losses: Tensor, keep: Keep, exact: bool, retain_graph: bool, hooked: bool, anew: bool
-    ) -> NormCollector | None:
+    def _pass(self, losses: Tensor, keep: Keep, exact: bool, retain_graph: bool, anew: bool) -> NormCollector | None:
         """One such backward; None, and the graph is still there, where a gradient came that had been zero.
 
         Args:
             losses, keep, exact, retain_graph: as `first_pass` has them.
-            hooked: whether a hook was registered since the model was called.
             anew: measure ownership, whatever is known.
         """
         with translated_errors(), without_autocast(losses), self.sharding.unsharded_parameters():
-            uses = read_graph(losses, self.index)
-            uses = replace(uses, hooked=True) if hooked and not uses.hooked else uses
+            uses = read_graph(losses, self.index, None if self.calls is None else self.calls.hooked)
             trained = self.trained()
             # What checkpointing computes again in order not to keep it isn't held here, either.
             recomputed = any(map(attrgetter("has_saved_tensor_hooks"), uses.calls))

@@ -124,7 +124,8 @@ class ModelCalls:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._calls: deque[_Call] = deque(maxlen=self.MOST)
-        self._registered, self._used = RemovableHandle.next_id, True
+        # When a forward may have begun, the last ones: the number of the next node, and how many hooks there were.
+        self._begins: deque[tuple[int, int]] = deque([(0, RemovableHandle.next_id)], maxlen=self.MOST)
         self._take_off = weakref.finalize(
             self, model.register_forward_pre_hook(CallHook(self), with_kwargs=True).remove
         )
@@ -139,8 +140,7 @@ class ModelCalls:
         """Notes a call of the model with these arguments."""
         if not torch.is_grad_enabled() or TRYING.get() or torch.compiler.is_compiling():
             return
-        if self._used:
-            self._registered, self._used = RemovableHandle.next_id, False
+        self.begin()
         if not self.noting:
             self._calls.clear()
             return
@@ -149,11 +149,15 @@ class ModelCalls:
             args, kwargs = tree_map(_alone, (args, kwargs))
         self._calls.append(_Call(args, kwargs, torch._C._autograd._get_sequence_nr()))
 
-    def hooked(self) -> bool:
-        """Whether a hook was registered since the first call after the last backward, on a tensor perhaps."""
-        found = not self._used and hooked_since(self._registered)
-        self._used = True
-        return found
+    def begin(self) -> None:
+        """Notes that a forward may begin now: as the model is called, and after a pass where parts of it may be."""
+        if self._begins[-1][1] != RemovableHandle.next_id:
+            self._begins.append((torch._C._autograd._get_sequence_nr(), RemovableHandle.next_id))
+
+    def hooked(self, first: int) -> bool:
+        """Whether a hook was registered, on a tensor perhaps, in the forward whose first node has that number."""
+        begins = [hooks for number, hooks in self._begins if number <= first]
+        return hooked_since(begins[-1] if begins else self._begins[0][1])
 
     def behind(self, losses: Tensor) -> OverwrittenForward | None:
         """Runs those calls again that made some of the graph of ``losses``; None where none did."""

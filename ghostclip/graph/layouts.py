@@ -65,6 +65,7 @@ class _Layout:
 
     Attributes:
         rows: of each use of a layer; None where it is shared.
+        single: whether each had one row of each example, which is in any order.
         silent_calls, silent_edges: whose gradients were zero.
         shared, met: what all examples share, and the rows of its boundaries.
         movements: what has to be looked at in each batch.
@@ -73,6 +74,7 @@ class _Layout:
     """
 
     rows: Sequence[Rows | None]
+    single: Sequence[bool]
     silent_calls: Sequence[int]
     silent_edges: Sequence[tuple[int, int]]
     shared: KnownShared
@@ -83,8 +85,11 @@ class _Layout:
 
     def fits(self, uses: Uses, examples: int) -> bool:
         """Whether each use of a layer can have as many rows of each example."""
-        for call, rows in zip(uses.calls, self.rows, strict=True):
-            if rows is not None and (not (size := call.shape[rows.dim]) or size % examples):
+        for call, rows, single in zip(uses.calls, self.rows, self.single, strict=True):
+            if rows is None:
+                continue
+            size = call.shape[rows.dim]
+            if not size or size % examples or (single and size != examples):
                 return False
         return True
 
@@ -303,11 +308,13 @@ def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: b
     if any(not each.shown or each.ambiguous for each in seen):
         return
     structure.unsettled = False
+    rows = [
+        None if call in found.shared_calls else owned[call].rows or Rows(call.batch_dim, "example")
+        for call in uses.calls
+    ]
     structure.layout = _Layout(
-        [
-            None if call in found.shared_calls else owned[call].rows or Rows(call.batch_dim, "example")
-            for call in uses.calls
-        ],
+        rows,
+        [each is not None and call.shape[each.dim] == examples for call, each in zip(uses.calls, rows, strict=True)],
         [number for number, call in enumerate(uses.calls) if owned[call].zero],
         [(uses.places[node], number) for node, number in _silent_edges(batch.losses, uses, at)],
         KnownShared.of(uses, owned, region),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ghostclip.graph import operations as op
 from ghostclip.graph.nodes import ACCUMULATE, Edge, is_own_function, saved_dimensions, shape_of
 from ghostclip.graph.reader import Uses
-from ghostclip.graph.rows import Owned, Rows, rows_in_order
+from ghostclip.graph.rows import Owned, Rows, same_order
 from ghostclip.native.custom_ops import constant_values, is_traced
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex
@@ -42,12 +42,13 @@ class Movements:
     """What has to be looked at in each batch of a structure, whose ownership is measured where rows moved.
 
     Attributes:
-        indexed: (place of a node, how its subject's rows belong to the examples; None if that isn't known).
+        indexed: (place of a node, how its subject's rows belong to the examples, and those of its inputs that have a
+            gradient; None if that isn't known).
         views: (place of a node, rows of its input, rows of its output) of reshapes that leave the examples in place
             only where sizes agree.
     """
 
-    indexed: Sequence[tuple[int, Rows | None]] = ()
+    indexed: Sequence[tuple[int, Rows | None, Sequence[Rows | None]]] = ()
     views: Sequence[tuple[int, Rows, Rows]] = ()
 
     def moved(self, uses: Uses, examples: int) -> bool:
@@ -56,7 +57,7 @@ class Movements:
             node = uses.nodes[place]
             if _unit(node.next_functions[0], before, examples) != _unit((node, 0), after, examples):
                 return True
-        return any(_moves(uses.nodes[place], rows, examples) for place, rows in self.indexed)
+        return any(_moves(uses.nodes[place], rows, below, examples) for place, rows, below in self.indexed)
 
 
 def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Collection[Any] = ()) -> Movements | None:
@@ -71,11 +72,12 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
     constant = uses.made_of_parameters | set(shared)
     # Checkpointing computes a block again for whatever is read of it, and keeps what it computed.
     recomputed = any(call.has_saved_tensor_hooks for call in uses.calls)
-    by_lengths = any(call.lengths and call.sources for call in uses.calls)
+    # Of packed sequences; rows of an EmbeddingBag are bags, and what it looked up is in the graph.
+    by_lengths = any(call.lengths and (call.sources or not call.layer.reads_indices) for call in uses.calls)
     seen = {edge: each for edge, each in owned.items() if edge[0] not in constant and not each.zero}
     if uses.hooked or by_lengths or _is_unclear(uses, seen, examples):
         return None
-    indexed, views = list[tuple[int, Rows | None]](), list[tuple[int, Rows, Rows]]()
+    indexed, views = list[tuple[int, Rows | None, Sequence[Rows | None]]](), list[tuple[int, Rows, Rows]]()
     for place, node in enumerate(uses.nodes):
         if node in constant or type(node) is ACCUMULATE or isinstance(getattr(node, "call", None), LayerCall):
             continue
@@ -88,13 +90,13 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
             if word == op.AS_STRIDED and (node, 0) not in seen:  # zero: looked at as soon as it isn't
                 continue
             if word in op.BY_VALUE:
-                indexed.append((place, rows))
-            elif _moves(node, rows, examples):
+                indexed.append((place, rows, _rows_below(node, owned)))
+            elif _moves(node, rows, (), examples):
                 return None
         elif is_own_function(node):
             if recomputed:
                 return None
-            indexed.append((place, _rows((node, 0), owned)))
+            indexed.append((place, _rows((node, 0), owned), _rows_below(node, owned)))
         elif _may_mix(node, word, owned) or (word in op.REARRANGING and _may_rearrange(node, seen)):
             return None
         elif word in op.VIEWS:
@@ -129,7 +131,7 @@ def _is_unclear(uses: Uses, seen: Mapping[Edge, Owned], examples: int) -> bool:
                 if edge in irregular and other in seen:
                     explained += _reshaped(other, seen[other], edge, irregular[edge], examples)
     clear = [any(_fits(each, owner) for owner in explained) for each in irregular.values()]
-    return not all(clear) or any(each.crossed for each in seen.values())
+    return not all(clear) or any(each.crossed or each.unread for each in seen.values())
 
 
 def _reshaped(edge: Edge, known: Owned, other: Edge, found: Owned, examples: int) -> list[Tensor]:
@@ -150,34 +152,61 @@ def _reshaped(edge: Edge, known: Owned, other: Edge, found: Owned, examples: int
 
 def _fits(found: Owned, owner: Tensor) -> bool:
     """Whether all rows that were seen belong to those owners."""
-    if found.rows is None or not isinstance(found.rows.order, RowIndex) or len(found.rows.order) != len(owner):
+    if found.rows is None or not isinstance(found.rows.order, RowIndex):
         return False
-    index = found.rows.order
-    fits = index.index == owner.to(index.index.device)
-    return bool((fits if index.used is None else fits | ~index.used).all())
+    return same_order(found.rows.order, RowIndex(owner.to(found.rows.order.index.device), int(owner.max()) + 1))
 
 
 def _may_mix(node: Any, word: str, owned: Mapping[Edge, Owned]) -> bool:
-    """Whether an operation that isn't indexed may bring examples together by its values."""
-    if word in op.POINTWISE:
-        return _shifts(node, owned)
+    """Whether an operation that isn't indexed may bring examples together by its values.
+
+    It works along the dimension that has the examples, or leaves them in another place than where its result has them:
+    a mask may have hidden the others.
+    """
     if word in op.SHAPING:
         return False
     if word not in op.KNOWN and not op.ATTENTION.search(word):
         return True
-    dims = [(slot, edge, _dim(edge, owned)) for slot, edge in enumerate(node.next_functions)]
-    return any(dim in _worked(node, word, slot, edge) for slot, edge, dim in dims if dim is not None)
+    results = [(node, number) for number in range(len(node._input_metadata))]
+    for slot, edge in enumerate(node.next_functions):
+        if (rows := _rows(edge, owned)) is None:
+            continue
+        total, worked = len(_shape(edge)), set(_worked(node, word, slot, edge))
+        if rows.dim in worked:
+            return True
+        for result in results:
+            dim = _dim_after(node, word, slot, rows.dim, len(_shape(result)) - total, worked)
+            if (after := _rows(result, owned)) is not None and (
+                after.dim != dim or not same_order(after.order, rows.order)
+            ):
+                return True
+    return False
+
+
+def _dim_after(node: Any, word: str, slot: int, dim: int, more: int, worked: Collection[int]) -> int:
+    """Where the result, which has ``more`` dimensions, has what an input has in a dimension."""
+    if word in op.POINTWISE or word == "Addbmm" or (word in op.PRODUCTS and slot < len(node.next_functions) - 2):
+        return dim + more  # counted from the last, as in broadcasting
+    return dim - sum(each < dim for each in worked) if more < 0 else dim
 
 
 def _worked(node: Any, word: str, slot: int, edge: Edge) -> Collection[int]:
     """The dimensions of an input that an operation reduces or mixes: of x in x @ w, slot -2, the last."""
     total = len(_shape(edge))
+    if getattr(node, "_saved_reduction", 0):  # a loss over all numbers
+        return range(total)
+    if word in op.POINTWISE:
+        return ()
     if word in op.PRODUCTS:  # the last two are its factors
-        return {-2: {total - 1}, -1: {max(total - 2, 0)}}.get(slot - len(node.next_functions), set())
-    if op.ATTENTION.search(word):  # over keys and values
-        return {total - 2} if slot in (1, 2) else set()
+        place = slot - len(node.next_functions)
+        if word == "GroupedMm" and place == -1 and total == 3:  # whose rows meet which of the matrices?
+            return range(total)
+        summed = {0} if word == "Addbmm" else set()
+        return {-2: {total - 1, *summed}, -1: {max(total - 2, 0), *summed}}.get(place, set())
+    if op.ATTENTION.search(word):  # queries, keys, values, and what is added to scores
+        return {1: {total - 2, total - 1}, 2: {total - 2}}.get(slot, {total - 1})
     if word in op.FIRST:
-        return range(1, total)
+        return range(1 if slot == 0 or word in op.CELLS else 0, total)
     if word in op.BY_CHANNEL:  # F.instance_norm has the examples among the channels, of a batch of one
         return {0, *range(2, total)} if slot == 0 and node._saved_training else ()
     if (shape := getattr(node, "_saved_normalized_shape", None)) is not None:
@@ -186,13 +215,15 @@ def _worked(node: Any, word: str, slot: int, edge: Edge) -> Collection[int]:
         return range(total - op.LAST[word], total)
     if word == "CtcLoss":
         return {0, 2} if total == 3 else range(total)
+    if word == "WeightNormInterface":
+        return set(range(total)) - set(saved_dimensions(node, total))
     return saved_dimensions(node, total) or range(total)
 
 
 def _shape(edge: Edge) -> torch.Size:
     """The shape of a tensor; a layer's output may be a view of what its node gave."""
     call = getattr(edge[0], "call", None)
-    return torch.Size(call.shape) if isinstance(call, LayerCall) else shape_of(edge)
+    return torch.Size(call.shape) if isinstance(call, LayerCall) and not edge[1] else shape_of(edge)
 
 
 def _rows(edge: Edge, owned: Mapping[Edge, Owned]) -> Rows | None:
@@ -213,22 +244,16 @@ def _regular(edge: Edge, owned: Mapping[Edge, Owned]) -> Rows | None:
     return found.rows if found is not None and found.is_regular and not found.zero else None
 
 
-def _shifts(node: Any, owned: Mapping[Edge, Owned]) -> bool:
-    """Whether broadcasting moves the examples to another dimension, counted from the last."""
-    after = _dims_from_last(((node, number) for number in range(len(node._input_metadata))), owned)
-    return bool(after) and not _dims_from_last(node.next_functions, owned) <= after
-
-
-def _dims_from_last(edges: Iterable[Edge], owned: Mapping[Edge, Owned]) -> set[int]:
-    """Where some tensors have the examples, counted from the last dimension."""
-    return {dim - len(_shape(edge)) for edge in edges if (dim := _dim(edge, owned)) is not None}
+def _rows_below(node: Any, owned: Mapping[Edge, Owned]) -> Sequence[Rows | None]:
+    """How the rows of each input belong to the examples that has a gradient."""
+    return [_rows(edge, owned) for edge in node.next_functions if edge[0] is not None]
 
 
 def _unit(edge: Edge, rows: Rows, examples: int) -> int | None:
     """How many numbers in a row, as they lie in order, belong to one example; None where that can't be said."""
     node, number = edge  # looked at as `_shape` does, in every batch
     call = getattr(node, "call", None)
-    shape = call.shape if isinstance(call, LayerCall) else node._input_metadata[number].shape
+    shape = call.shape if isinstance(call, LayerCall) and not number else node._input_metadata[number].shape
     if rows.dim >= len(shape) or shape[rows.dim] % examples:
         return None
     return math.prod(shape[rows.dim + 1 :]) * (shape[rows.dim] // examples if rows.order == "example" else 1)
@@ -240,16 +265,16 @@ def _subject(node: Any, word: str) -> Edge:
     return below if word in op.OTHER_DIMENSIONS and below[0] is not None else (node, 0)
 
 
-def _moves(node: Any, rows: Rows | None, examples: int) -> bool:
+def _moves(node: Any, rows: Rows | None, below: Sequence[Rows | None], examples: int) -> bool:
     """Whether an indexing operation may move entries along the dimension of its subject that has the examples.
 
     Where that isn't known, it may be the first, or any that has at least as many entries.
     """
     word = op.word_of(node)
-    if is_own_function(node):
-        return rows is None or not _keeps_apart(node, rows, examples)
-    if word in (op.COPY_INTO_SLICES, op.AS_STRIDED):
-        return rows is None or not _copies_in_place(node, rows, examples)
+    if is_own_function(node) or word in (op.COPY_INTO_SLICES, op.AS_STRIDED):  # which don't say what is done
+        return rows is None or not _keeps_apart(node, rows, below, examples)
+    if word == op.MASKED_SCATTER and rows is not None and rows.order != "example":
+        return True  # its source's rows come in another order where there are more for each row
     shape = _shape(node.next_functions[0] if node.next_functions[0][0] is not None else (node, 0))
     moved = _moved_dimensions(node, word, shape)
     return any(each == 0 or shape[each] >= examples for each in moved) if rows is None else rows.dim in moved
@@ -268,72 +293,61 @@ def _moved_dimensions(node: Any, word: str, shape: torch.Size) -> Collection[int
     return saved or ([0] if word == op.EMBEDDING else range(len(shape)))
 
 
-def _copies_in_place(node: Any, rows: Rows, examples: int) -> bool:
-    """Whether what is done to a part of a tensor in place, or as it lies in memory, leaves each example its entries.
+def _keeps_apart(node: Any, rows: Rows, below: Sequence[Rows | None], examples: int) -> bool:
+    """Whether the backward of an operation leaves each example's gradient to this example.
 
-    The node doesn't say what is done, and to which part. Its backward does: given 1, 2, ... as the numbers of examples
-    in place of ones, it gives each input as many times as much as the example's number says.
+    It is run on numbers, and on these times a power of two for each example, drawn anew in each batch. Such products
+    are exact, so each input gets as many times the first result, to the last bit, unless rows are moved or mixed. One
+    example has a far larger power than the others. A function of somebody's own may drop all rows, or rescale them, for
+    the sake of one: it is run once more with one that isn't finite, which may change no row of the others.
 
     Args:
-        node: with the whole tensor as its output, and, in place, as its first input.
+        node: with one output.
         rows: of the output.
+        below: of the inputs that have a gradient.
         examples: B.
     """
-    output, shape = node._input_metadata[0], _shape((node, 0))
-    # While a graph is written down, nothing can be looked at.
-    if is_traced() or not output.dtype.is_floating_point or not _in_order(rows, shape, examples):
-        return False
-    whole = 0 if op.word_of(node) == op.COPY_INTO_SLICES else None
-    ones = torch.ones(shape, dtype=output.dtype, device=output.device)
-    numbers = ones * _numbered(ones, rows, examples)
-    with torch.no_grad():
-        plain, marked = (found if isinstance(found, tuple) else (found,) for found in (node(ones), node(numbers)))
-    return all(
-        each is not None
-        and _follows(each, marked[slot], [rows] if slot == whole else _in_any_dimension(each, examples), examples)
-        for slot, (each, (below, _)) in enumerate(zip(plain, node.next_functions, strict=False))
-        if below is not None
-    )
-
-
-def _keeps_apart(node: Any, rows: Rows, examples: int) -> bool:
-    """Whether the backward of a function of somebody's own leaves each example's gradient to this example.
-
-    It is run three times more: on numbers, on these times a power of two for each example, drawn anew in each batch,
-    and on these with one example that isn't finite. Such products are exact, so each input gets as many times the first
-    result, to the last bit, unless rows are moved or mixed. One example has a far larger power than the others, and
-    what isn't finite changes no row of theirs: a function may drop all rows, or rescale them, for the sake of one.
-
-    Args:
-        node: of the function, with one output.
-        rows: of the output, and of each input.
-        examples: B.
-    """
-    shape, (output, *others) = _shape((node, 0)), node._input_metadata
+    shape, (output, *others), own = _shape((node, 0)), node._input_metadata, is_own_function(node)
     if is_traced() or others or output.dtype not in EXACT or not _in_order(rows, shape, examples):
         return False
     odd = _chance.randrange(examples)
     exponents = [each % (2 * EXPONENTS + 1) - EXPONENTS for each in range(examples)]
     _chance.shuffle(exponents)
     exponents[odd] = ODD_POWER
-    owner = rows.owners(shape[rows.dim], examples, output.device).view(
-        [-1 if dim == rows.dim else 1 for dim in range(len(shape))]
-    )
-    marks = torch.exp2(torch.tensor(exponents, dtype=output.dtype, device=output.device))[owner]
-    numbers = torch.arange(shape[-1], device=output.device).cos().to(output.dtype).expand(shape).contiguous()
+    powers = torch.exp2(torch.tensor(exponents, dtype=output.dtype, device=output.device))
+    numbers = torch.arange(math.prod(shape), device=output.device).cos().to(output.dtype).view(shape)
+    owner = _owner(rows, numbers, examples)
+    given = [numbers, numbers * powers[owner]]
+    if own:
+        given.append(numbers.where(owner != odd, numbers.log() * math.inf))  # of cosines: NaN and infinite numbers
     try:
         with torch.no_grad():
-            not_finite = numbers.log() * math.inf  # of cosines: NaN and infinite numbers
-            given = numbers, numbers * marks, numbers.where(owner != odd, not_finite)
-            plain, marked, broken = (tree_leaves(node.apply(each)) for each in given)
-            # What a frozen weight would get goes nowhere.
-            return all(
-                _equal(one * marks, other) and _equal(one.where(owner != odd, 0), last.where(owner != odd, 0))
-                for one, other, last, wanted in zip(plain, marked, broken, node.needs_input_grad, strict=True)
-                if wanted and one is not None
-            )
+            found = [_gradients(node, each) for each in given]
+        return all(
+            each is not None and _in_order(each, one.shape, examples)
+            and _equal(one * powers[mine := _owner(each, one, examples)], other)
+            and all(_equal(one.where(mine != odd, 0), last[place].where(mine != odd, 0)) for last in found[2:])
+            for place, (one, other, each) in enumerate(zip(found[0], found[1], below, strict=True))
+        )  # fmt: skip
     except Exception:  # of any kind, of the user's code: the batch is measured
         return False
+
+
+def _gradients(node: Any, gradient: Tensor) -> list[Tensor]:
+    """What the inputs of an operation get that have a gradient; what a frozen weight would get goes nowhere."""
+    if not is_own_function(node):
+        given = node(gradient)
+        given = given if isinstance(given, tuple) else (given,)
+        return [each for each, (below, _) in zip(given, node.next_functions, strict=False) if below is not None]
+    return [
+        each for each, wanted in zip(tree_leaves(node.apply(gradient)), node.needs_input_grad, strict=True) if wanted
+    ]
+
+
+def _owner(rows: Rows, tensor: Tensor, examples: int) -> Tensor:
+    """The example of each row, to be broadcast to the tensor."""
+    owner = rows.owners(tensor.shape[rows.dim], examples, tensor.device)
+    return owner.view([-1 if dim == rows.dim else 1 for dim in range(tensor.dim())])
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -344,23 +358,6 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def _in_order(rows: Rows, shape: torch.Size, examples: int) -> bool:
     """Whether a tensor of that shape has equally many rows of each example, in one of the known orders."""
     return not isinstance(rows.order, RowIndex) and rows.dim < len(shape) and shape[rows.dim] % examples == 0
-
-
-def _in_any_dimension(tensor: Tensor, examples: int) -> Iterable[Rows]:
-    """How rows of a tensor may belong to the examples."""
-    return (Rows(dim, order) for dim, size in enumerate(tensor.shape) for order in rows_in_order(size, examples))
-
-
-def _numbered(tensor: Tensor, rows: Rows, examples: int) -> Tensor:
-    """The number of each row's example, from 1, to be broadcast to the tensor."""
-    numbers = 1 + rows.owners(tensor.shape[rows.dim], examples, tensor.device)
-    return numbers.to(tensor.dtype).view([-1 if dim == rows.dim else 1 for dim in range(tensor.dim())])
-
-
-def _follows(ones: Tensor, marked: Tensor, candidates: Iterable[Rows], examples: int) -> bool:
-    """Whether one is the other times the numbers of examples, up to rounding, by some order of rows."""
-    expected = (ones * _numbered(ones, rows, examples) for rows in candidates)
-    return any(bool(((marked - each).abs() <= each.abs() / (4 * examples)).all()) for each in expected)
 
 
 def _indexed_dimensions(indices: tuple[Tensor | None, ...], shape: torch.Size) -> set[int]:

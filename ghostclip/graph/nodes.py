@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from ghostclip.graph.operations import ROW_BY_ROW, word_of
+from ghostclip.graph.operations import POINTWISE, ROW_BY_ROW, WORD, word_of
 from ghostclip.nn.base import LayerCall
 
 __all__ = [
@@ -79,7 +79,11 @@ def signature_of(kind: type) -> Callable[[Any], Any] | None:
         return SIGNATURES.get(name, _resized)
     names = [name for name in dir(kind) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
     names = [name for name in names if "_sym_" not in name and name not in FACTORS | SIZES]
-    return operator.attrgetter(*names) if names else None
+    reads = operator.attrgetter(*names) if names else None
+    # Data that it is broadcast with has no node, which could say of how many dimensions it is.
+    if (word := WORD.match(name)) is None or word[1] not in POINTWISE:
+        return reads
+    return _ones if reads is None else lambda node: (_ones(node), reads(node))
 
 
 def _ones(node: Any) -> Any:
@@ -204,10 +208,10 @@ def signed(number: int) -> int:
 
 
 def inputs_of(node: Any) -> Sequence[Edge]:
-    """What a node was given, over the inside of layers; for a layer, without the numbers of outputs."""
+    """What a node was given, over the inside of layers."""
     call = getattr(node, "call", None)
     if isinstance(call, LayerCall):
-        return [(get_gradient_edge(s).node if isinstance(s, Tensor) else s, 0) for s, _ in call.sources]
+        return [(get_gradient_edge(s).node if isinstance(s, Tensor) else s, number) for s, number in call.sources]
     return node.next_functions
 
 

@@ -81,7 +81,9 @@ OTHER_DIMENSIONS = {EMBEDDING, "Index", "Take"}
 # Operations that are given an index, a mask or the like beside their inputs in the graph.
 HIDING_CONSTANTS = (INDEXED - {AS_STRIDED, "Flip", "Roll", "Sort", "Topk"}) | {
     "Where", "MaskedFill", "NativeDropout", "NllLoss", "NllLoss2D", "CtcLoss", "CudnnCtcLoss", "BinaryCrossEntropy",
-    "BinaryCrossEntropyWithLogits", "RreluWithNoise", "NativeBatchNorm", "BatchNormNoUpdate",
+    "BinaryCrossEntropyWithLogits", "RreluWithNoise", "NativeBatchNorm", "BatchNormNoUpdate", "CudnnBatchNorm",
+    "FractionalMaxPool2D", "FractionalMaxPool3D", "GroupedMm", "MultiMarginLoss", "MultilabelMarginLoss",
+    "SoftMarginLoss",
 }  # fmt: skip
 EXPANDING = {"Expand", "Repeat"}
 # How many of the last dimensions an operation goes along; all others that don't say go along all.
@@ -97,8 +99,9 @@ LAST = {"AdaptiveAvgPool2D": 2, "AdaptiveAvgPool3D": 3, "AdaptiveMaxPool2D": 2, 
 FIRST = {"AffineGridGenerator", "BatchNormNoUpdate", "Col2Im", "ConvDepthwise2D", "ConvDepthwise3D", "Convolution",
          "ConvolutionBackward", "CudnnConvolution", "CudnnConvolutionTranspose", "Im2Col",
          "MiopenConvolution", "MultiMarginLoss", "MultilabelMarginLoss", "NativeGroupNorm",
-         "NllLoss", "NllLoss2D", "SlowConv2D", "ThnnFusedGruCell", "ThnnFusedLstmCell",
-         "WeightNormInterface"}  # fmt: skip
+         "NllLoss", "NllLoss2D", "SlowConv2D", "ThnnFusedGruCell", "ThnnFusedLstmCell"}  # fmt: skip
+# Those of them that have the examples in the first dimension of several inputs; all others in that of the first one.
+CELLS = {"ThnnFusedGruCell", "ThnnFusedLstmCell"}
 # These have channels in the second dimension and, while training, go along all others.
 BY_CHANNEL = {"CudnnBatchNorm", "NativeBatchNorm"}
 # Operations that move rows or don't, depending on the values of their indices.

@@ -75,7 +75,7 @@ class Uses:
         structure: a hash of the graph's operations, of what each was given, of what each says of how it moves entries
             (`signature_of`), and of the layers and parameters that they belong to. It doesn't depend on the batch's
             size.
-        hooked: whether a hook was registered since the first of these layers was called, on a tensor perhaps.
+        hooked: whether a hook was registered in the forward, on a tensor perhaps.
     """
 
     calls: list[LayerCall]
@@ -155,8 +155,14 @@ class Uses:
         return list(ends)
 
 
-def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
+def read_graph(losses: Tensor, index: ParameterNames, is_hooked: Callable[[int], bool] | None = None) -> Uses:
     """Every use of a layer or parameter that ``losses`` [B] depend on.
+
+    Args:
+        losses: [B].
+        index: names of the model.
+        is_hooked: whether a hook was registered in the forward whose first node has that number. None: one that was
+            registered since the first layer was called counts.
 
     Raises:
         UnsupportedModelError: reentrant checkpointing or torch.compile hides what is behind them, or a function mixes
@@ -168,6 +174,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
     # The walk in words: another graph, or the same with its inputs in another order, gives others.
     words: list[Any] = [index.version]
     places: dict[Any, int] = {}
+    first: int = losses.grad_fn._sequence_nr()  # type: ignore[union-attr]
     stack: list[Edge] = [(losses.grad_fn, losses.output_nr)]
     while stack:
         node, number = stack.pop()
@@ -180,6 +187,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
             stack.append((get_gradient_edge(node).node, 0))
             continue
         places[node] = len(places)
+        first = min(first, node._sequence_nr())
         kind: Any = type(node)
         if (word := _word_for(kind)) is None and kind is ACCUMULATE:
             words.append(kind)
@@ -197,7 +205,10 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
             words += (word or kind, len(edges), signature and number_of(signature(node)))
             stack += edges
     own = index.own_calls(calls)
-    hooked = bool(calls) and hooked_since(min([call.registered for call in calls]))
+    if is_hooked is None:
+        hooked = bool(calls) and hooked_since(min([call.registered for call in calls]))
+    else:
+        hooked = is_hooked(first)
     return Uses(own, leaves, list(places), hash(tuple(words)), hooked)
 
 

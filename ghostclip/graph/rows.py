@@ -11,7 +11,7 @@ from ghostclip.graph.nodes import Edge
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["Owned", "Rows", "Subject", "rows_in_order"]
+__all__ = ["Owned", "Rows", "Subject", "rows_in_order", "same_order"]
 
 # A layer's use, by the gradient at its pre-activation; or a tensor of the graph.
 Subject = LayerCall | Edge
@@ -101,3 +101,15 @@ def rows_in_order(size: int, examples: int) -> list[str]:
     if not examples or size % examples or not size:
         return []
     return ["example", "row"] if size > examples else ["example"]
+
+
+def same_order(one: RowOrder, other: RowOrder) -> bool:
+    """Whether rows belong to the same examples; of rows in no regular order, those that were seen of both."""
+    if not isinstance(one, RowIndex) or not isinstance(other, RowIndex):
+        return one == other
+    if len(one) != len(other):
+        return False
+    fits = one.index == other.index
+    for each in (one, other):
+        fits = fits if each.used is None else fits | ~each.used
+    return bool(fits.all())

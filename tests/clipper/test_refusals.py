@@ -66,6 +66,8 @@ ELSEWHERE = (
     "the losses come from parameters, or layers",
     "an example whose loss is not finite spoils the gradients of others",
     "{}: this batch doesn't show which example's gradient is not finite",
+    "{} computes a feature in another precision",
+    "load the model with BitsAndBytesConfig",
 )
 
 X = torch.linspace(-1, 2, 4 * 6 * 3).view(4, 6, 3)

@@ -56,12 +56,14 @@ class Doubt(enum.Enum):
 
 
 def edges_of(uses: Uses, nodes: Sequence[Any], losses: Tensor) -> list[Edge]:
-    """The tensors that some nodes give, without those of layers, and those that parameters alone give."""
-    wanted = {node for node in nodes if not isinstance(getattr(node, "call", None), LayerCall)}
-    wanted -= {node for node in wanted if type(node) is ACCUMULATE or node in uses.weights}
-    found = dict.fromkeys([(losses.grad_fn, losses.output_nr)] if losses.grad_fn in wanted else [])
-    for node in uses.nodes:
-        found |= dict.fromkeys(edge for edge in inputs_of(node) if edge[0] in wanted)
+    """The tensors that some nodes give, without the first ones of layers, and those that parameters alone give.
+
+    The others of layers are the last states of recurrent ones.
+    """
+    wanted = {node for node in nodes if type(node) is not ACCUMULATE and node not in uses.weights}
+    layers = {node for node in wanted if isinstance(getattr(node, "call", None), LayerCall)}
+    edges = [(losses.grad_fn, losses.output_nr), *(edge for node in uses.nodes for edge in inputs_of(node))]
+    found = dict.fromkeys(edge for edge in edges if edge[0] in wanted and (edge[1] or edge[0] not in layers))
     # The ragged size of a nested tensor is no number.
     return [edge for edge in found if all(isinstance(size, int) for size in shape_of(edge))]
 
