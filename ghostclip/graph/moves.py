@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ghostclip.graph import operations as op
+from ghostclip.graph.dimensions import dim_after, worked
 from ghostclip.graph.nodes import ACCUMULATE, Edge, is_own_function, saved_dimensions, shape_of
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.rows import Owned, Rows, same_order
@@ -32,6 +33,7 @@ __all__ = ["Movements", "movements"]
 EXACT, EXPONENTS = (torch.float32, torch.float64, torch.bfloat16), 16
 # The exponent of one example, beside which those of the others are small.
 ODD_POWER = 60
+ZERO = Rows(0, "zero")
 
 # Not Python's own, which users seed.
 _chance = random.Random()
@@ -171,53 +173,17 @@ def _may_mix(node: Any, word: str, owned: Mapping[Edge, Owned]) -> bool:
     for slot, edge in enumerate(node.next_functions):
         if (rows := _rows(edge, owned)) is None:
             continue
-        total, worked = len(_shape(edge)), set(_worked(node, word, slot, edge))
-        if rows.dim in worked:
+        total = len(_shape(edge))
+        along = worked(node, word, slot, total)
+        if rows.dim in along:
             return True
         for result in results:
-            dim = _dim_after(node, word, slot, rows.dim, len(_shape(result)) - total, worked)
+            dim = dim_after(node, word, slot, rows.dim, len(_shape(result)) - total, along)
             if (after := _rows(result, owned)) is not None and (
                 after.dim != dim or not same_order(after.order, rows.order)
             ):
                 return True
     return False
-
-
-def _dim_after(node: Any, word: str, slot: int, dim: int, more: int, worked: Collection[int]) -> int:
-    """Where the result, which has ``more`` dimensions, has what an input has in a dimension."""
-    if word in op.POINTWISE or word == "Addbmm" or (word in op.PRODUCTS and slot < len(node.next_functions) - 2):
-        return dim + more  # counted from the last, as in broadcasting
-    return dim - sum(each < dim for each in worked) if more < 0 else dim
-
-
-def _worked(node: Any, word: str, slot: int, edge: Edge) -> Collection[int]:
-    """The dimensions of an input that an operation reduces or mixes: of x in x @ w, slot -2, the last."""
-    total = len(_shape(edge))
-    if getattr(node, "_saved_reduction", 0):  # a loss over all numbers
-        return range(total)
-    if word in op.POINTWISE:
-        return ()
-    if word in op.PRODUCTS:  # the last two are its factors
-        place = slot - len(node.next_functions)
-        if word == "GroupedMm" and place == -1 and total == 3:  # whose rows meet which of the matrices?
-            return range(total)
-        summed = {0} if word == "Addbmm" else set()
-        return {-2: {total - 1, *summed}, -1: {max(total - 2, 0), *summed}}.get(place, set())
-    if op.ATTENTION.search(word):  # queries, keys, values, and what is added to scores
-        return {1: {total - 2, total - 1}, 2: {total - 2}}.get(slot, {total - 1})
-    if word in op.FIRST:
-        return range(1 if slot == 0 or word in op.CELLS else 0, total)
-    if word in op.BY_CHANNEL:  # F.instance_norm has the examples among the channels, of a batch of one
-        return {0, *range(2, total)} if slot == 0 and node._saved_training else ()
-    if (shape := getattr(node, "_saved_normalized_shape", None)) is not None:
-        return range(total - len(shape), total)
-    if word in op.LAST:
-        return range(total - op.LAST[word], total)
-    if word == "CtcLoss":
-        return {0, 2} if total == 3 else range(total)
-    if word == "WeightNormInterface":
-        return set(range(total)) - set(saved_dimensions(node, total))
-    return saved_dimensions(node, total) or range(total)
 
 
 def _shape(edge: Edge) -> torch.Size:
@@ -245,8 +211,12 @@ def _regular(edge: Edge, owned: Mapping[Edge, Owned]) -> Rows | None:
 
 
 def _rows_below(node: Any, owned: Mapping[Edge, Owned]) -> Sequence[Rows | None]:
-    """How the rows of each input belong to the examples that has a gradient."""
-    return [_rows(edge, owned) for edge in node.next_functions if edge[0] is not None]
+    """How the rows of each input belong to the examples that has a gradient; ZERO where all of it was zero.
+
+    Such a gradient is looked at in each batch: nothing is taken for known once it isn't zero.
+    """
+    given = [edge for edge in node.next_functions if edge[0] is not None]
+    return [ZERO if edge in owned and owned[edge].zero else _rows(edge, owned) for edge in given]
 
 
 def _unit(edge: Edge, rows: Rows, examples: int) -> int | None:
@@ -323,14 +293,21 @@ def _keeps_apart(node: Any, rows: Rows, below: Sequence[Rows | None], examples: 
     try:
         with torch.no_grad():
             found = [_gradients(node, each) for each in given]
-        return all(
-            each is not None and _in_order(each, one.shape, examples)
-            and _equal(one * powers[mine := _owner(each, one, examples)], other)
-            and all(_equal(one.where(mine != odd, 0), last[place].where(mine != odd, 0)) for last in found[2:])
-            for place, (one, other, each) in enumerate(zip(found[0], found[1], below, strict=True))
-        )  # fmt: skip
+        return all(_follows(each, gradients, powers, odd) for each, *gradients in zip(below, *found, strict=True))
     except Exception:  # of any kind, of the user's code: the batch is measured
         return False
+
+
+def _follows(rows: Rows | None, gradients: Sequence[Tensor], powers: Tensor, odd: int) -> bool:
+    """Whether an input's rows got what the powers of their examples say, and others nothing of the odd example."""
+    plain, marked, *broken = gradients
+    if rows is ZERO or rows is None:
+        return rows is ZERO
+    if not _in_order(rows, plain.shape, len(powers)):
+        return False
+    owner = _owner(rows, plain, len(powers))
+    others = [_equal(plain.where(owner != odd, 0), each.where(owner != odd, 0)) for each in broken]
+    return _equal(plain * powers[owner], marked) and all(others)
 
 
 def _gradients(node: Any, gradient: Tensor) -> list[Tensor]:
