@@ -7,11 +7,12 @@ each way. Steps take turns in one process, and each is reported as the median of
 ordinary step's of the same round. That takes about 45 minutes and 10 GiB. Of few rounds many are of batches in which
 ownership is measured (1, 2, 4, 8, ...), which take longer: look at the quartiles, too.
 
-    python experiments/large_lora.py [--workload large|head|4bit|tiny] [--seconds S] [--no-memory | --no-time] [--out FOLDER]
+    python experiments/large_lora.py [--workload large|head|4bit|tiny] [--seconds S] [--no-memory | --no-time]
+                                     [--out FOLDER]
 
-writes large_lora.json and large_lora.md, or large_lora_head.json (large_lora_4bit.json) and its page. ``--training N`` makes N steps of two
-trainings from the first one on, whose times are added: batches in which ownership is measured count as often as they
-come. It writes large_lora_training.json and its page.
+writes large_lora.json and large_lora.md, or large_lora_head.json (large_lora_4bit.json) and its page. ``--training N``
+makes N steps of two trainings from the first one on, whose times are added: batches in which ownership is measured
+count as often as they come. It writes large_lora_training.json and its page.
 """
 
 from __future__ import annotations
