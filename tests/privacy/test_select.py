@@ -23,6 +23,7 @@ from ghostclip.events import SampledGaussian, Selection
 from ghostclip.ledger import Ledger
 from ghostclip.selection import NoisyScore, draws, search
 from ghostclip.selection.kept import folder_of
+from ghostclip.selection.scores import asking
 
 SETTING: dict[str, Any] = {"noise_multiplier": 1.3, "sample_rate": 0.05, "steps": 100, "delta": 1e-5}
 EVENT = Selection((SampledGaussian(0.05, 1.3, 100),), 4)
@@ -333,21 +334,24 @@ def test_a_score_on_private_data_gets_noise_that_every_run_is_charged_for(path: 
 @pytest.mark.usefixtures("five")
 def test_a_noisy_score_that_is_not_charged_is_refused() -> None:
     runs, noisy = Trainings(), NoisyScore(lambda result: result["run"], 20.0)
-    message = "NoisyScore was asked in a search that isn't charged for it"
+    message = r"NoisyScore was asked outside of select\(score=\.\.\.\), where nothing is charged for it"
     with pytest.raises(PrivacyError, match=message):
         runs.select(None, score=lambda result: noisy(result) - 1.0)
     with pytest.raises(PrivacyError, match=message):
         runs.select(None, train=lambda settings: {"run": noisy(runs.train(settings))}, score=noisy)
-    assert math.isfinite(noisy({"run": 1}))  # outside of searches
+    best = runs.select(None, score=noisy)
+    with pytest.raises(PrivacyError, match=message):
+        noisy(best.result)  # once more, after the search
 
 
 def test_the_noise_of_a_score_has_its_standard_deviation() -> None:
     """2,000 draws: a relative standard error of 1.6%; five of them."""
     score = NoisyScore(lambda result: result, 3.0, sensitivity=0.5)
-    found = np.array([score(10.0) for _ in range(2000)])
+    with asking(score):
+        found = np.array([score(10.0) for _ in range(2000)])
+        assert math.isfinite(score(math.nan))
     assert found.std() == pytest.approx(1.5, rel=0.08)
     assert found.mean() == pytest.approx(10.0, abs=5 * 1.5 / math.sqrt(2000))
-    assert math.isfinite(score(math.nan))
 
 
 @pytest.mark.parametrize(
