@@ -28,6 +28,7 @@ try:
 except ModuleNotFoundError as error:
     raise missing(error, "huggingface") from None
 
+from ghostclip.checkpoint.contents import random_states, set_random_states
 from ghostclip.engine import PrivacyEngine
 from ghostclip.engine.step import BatchIndexOf
 from ghostclip.errors import BudgetExceededError, PrivacyError
@@ -46,6 +47,7 @@ from ghostclip.integrations.huggingface_refusals import (
     check_losses,
     check_noise,
     check_trainer,
+    refuse_published,
     refuse_spent,
     warn_of_metrics,
 )
@@ -171,7 +173,7 @@ class PrivateTrainer(Trainer):
         if self._resume is None:
             self._refuse_spent()
             refuse_noted(self.model)
-        self._restored = False
+        self._restored, self._random = False, None
         try:
             output = super().train(self._resume, *others, **options)
         except BaseException:
@@ -314,7 +316,7 @@ class PrivateTrainer(Trainer):
             self.engine.compile()
         if self._resume is not None:
             self.engine.restore(os.path.join(self._resume, STATE))
-            self._restored = True
+            self._restored, self._random = True, random_states()
             accept(self.model)
         self._begun_at = self.state.global_step
 
@@ -345,10 +347,19 @@ class PrivateTrainer(Trainer):
         return True
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Saves the engine's state, too: after weights and optimizer, and before Trainer's own state, the last file."""
-        super()._save_rng_state(output_dir)
+        """Saves the engine's state, where random states are private, before Trainer's last file."""
         if self.engine is not None:
             self.engine.save(os.path.join(output_dir, STATE))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Those that the engine restored, at the time at which Trainer takes its own."""
+        if self._random is not None:
+            set_random_states(self._random)
+
+    def init_hf_repo(self, *others: Any, **options: Any) -> None:
+        """As Trainer's, before the first upload; PrivacyError where that would publish the ledger."""
+        refuse_published(self.privacy.ledger_in(str(self.args.output_dir)), str(self.args.output_dir))
+        super().init_hf_repo(*others, **options)
 
     def _load_best_model(self) -> None:
         """As Trainer's; the weights were released before."""

@@ -12,7 +12,9 @@ from ghostclip.validate import RefusesNames
 
 __all__ = ["PrivacyArguments"]
 
-LEDGER = "privacy.ledger"
+# Trainer's uploads leave out names that begin with "_": the ledger says when each step was taken, which may tell how
+# many examples it had. Earlier versions gave it the other name.
+LEDGER, FORMER = "_privacy.ledger", "privacy.ledger"
 # Fields of `PrivacyArguments` that the trainer follows, not the engine.
 OF_TRAINER = {"log_private_loss", "unit_ids", "public_evaluation"}
 
@@ -31,7 +33,7 @@ class PrivacyArguments(RefusesNames):
         clipping: a max norm or a policy of `ghostclip.clipping`.
         second_pass, noise, seed, self_check, sampling, neighboring: as for `PrivacyEngine`.
         ledger: the file to which each step is charged before its release. An existing file is continued: its charges
-            count. None: ``privacy.ledger`` in ``output_dir``.
+            count. None: ``_privacy.ledger`` in ``output_dir``, or ``privacy.ledger`` where that is there.
         log_private_loss: keep the training loss in log rows and checkpoints, under the name ``private_loss``. It is
             private data.
         unit_ids: the name of a column of ``train_dataset`` that says whose each row is (or one value for each row, as
@@ -82,4 +84,6 @@ class PrivacyArguments(RefusesNames):
 
     def ledger_in(self, folder: str) -> Ledger:
         """The ledger of a training whose ``output_dir`` is ``folder``."""
-        return Ledger(self.ledger or os.path.join(folder, LEDGER), block=1)
+        former = os.path.join(folder, FORMER)
+        default = former if os.path.exists(former) else os.path.join(folder, LEDGER)
+        return Ledger(self.ledger or default, block=1)

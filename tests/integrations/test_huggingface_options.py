@@ -153,7 +153,7 @@ def test_two_processes_train_one_model(tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(text[-3000:] for text in errors)
     these, those = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2))
     assert all(torch.equal(this, that) for this, that in zip(these, those, strict=True))
-    assert charged(tmp_path / "privacy.ledger") == 6
+    assert charged(tmp_path / "_privacy.ledger") == 6
 
 
 @pytest.mark.parametrize(
