@@ -32,7 +32,7 @@ from ghostclip.checkpoint.contents import random_states, set_random_states
 from ghostclip.engine import PrivacyEngine
 from ghostclip.engine.step import BatchIndexOf
 from ghostclip.errors import BudgetExceededError, PrivacyError
-from ghostclip.integrations.huggingface_arguments import PrivacyArguments
+from ghostclip.integrations.huggingface_arguments import PrivacyArguments, users_in
 from ghostclip.integrations.huggingface_loop import (
     STATE,
     Collated,
@@ -54,7 +54,6 @@ from ghostclip.integrations.huggingface_refusals import (
 from ghostclip.integrations.refused_weights import accept, note, refuse_noted
 from ghostclip.sampling import LogicalBatch
 from ghostclip.sampling.loading import size_of
-from ghostclip.sampling.unit_ids import users_of_rows
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
@@ -197,17 +196,7 @@ class PrivateTrainer(Trainer):
 
     def _users(self) -> list[Any] | None:
         """The user of each row of ``train_dataset``, by ``unit_ids`` of `PrivacyArguments`; None: rows are units."""
-        given, dataset = self.privacy.unit_ids, self.train_dataset
-        if given is None:
-            return None
-        if not isinstance(given, str):
-            return users_of_rows(given, len(dataset))
-        if given not in (columns := getattr(dataset, "column_names", None) or ()):
-            raise ValueError(
-                f"unit_ids={given!r} of PrivacyArguments must be a column of train_dataset; it has "
-                f"{', '.join(columns) or 'no columns'}"
-            )
-        return users_of_rows(dataset[given], len(dataset))
+        return users_in(self.train_dataset, self.privacy.unit_ids)
 
     def training_step(self, model: nn.Module, inputs: Any, *_: Any) -> Tensor:
         """One private step over a logical batch: both passes, charge, noise and update.

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ghostclip.ledger import Ledger
+from ghostclip.sampling.unit_ids import users_of_rows
 from ghostclip.validate import RefusesNames
 
-__all__ = ["PrivacyArguments"]
+__all__ = ["PrivacyArguments", "users_in"]
 
 # Trainer's uploads leave out names that begin with "_": the ledger says when each step was taken, which may tell how
 # many examples it had. Earlier versions gave it the other name.
@@ -87,3 +88,25 @@ class PrivacyArguments(RefusesNames):
         former = os.path.join(folder, FORMER)
         default = former if os.path.exists(former) else os.path.join(folder, LEDGER)
         return Ledger(self.ledger or default, block=1)
+
+
+def users_in(dataset: Any, unit_ids: Any) -> list[Any] | None:
+    """The user of each row of a data set, by ``unit_ids`` of `PrivacyArguments`; None: rows are units."""
+    if unit_ids is None:
+        return None
+    if not isinstance(unit_ids, str):
+        return users_of_rows(unit_ids, len(dataset))
+    if unit_ids not in (columns := getattr(dataset, "column_names", None) or ()):
+        raise ValueError(
+            f"unit_ids={unit_ids!r} of PrivacyArguments must be a column of train_dataset; it has "
+            f"{', '.join(columns) or 'no columns'}"
+        )
+    try:
+        users = list(dataset[unit_ids])
+    except KeyError as error:
+        raise ValueError(
+            f"the column {unit_ids!r} of train_dataset, which unit_ids of PrivacyArguments names, can't be read, since "
+            "the data set's transform or format leaves it out; keep it in there (set_transform, set_format), or give "
+            "unit_ids one value for each row, read before the transform was set"
+        ) from error
+    return users_of_rows(users, len(dataset))

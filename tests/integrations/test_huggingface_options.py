@@ -203,6 +203,14 @@ def test_unit_ids_are_values_or_a_column(tmp_path):
         trainer(tmp_path / "other", privacy=repeatable(unit_ids="author")).train()
 
 
+def test_a_column_of_users_that_a_transform_leaves_out_is_named(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    examples = datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 6, "author": [*"aabbcc"]})
+    examples.set_transform(lambda rows: {"input_ids": torch.tensor(rows["input_ids"])})
+    with pytest.raises(ValueError, match=r"the column 'author' of train_dataset, .* transform or format leaves it out"):
+        trainer(tmp_path, examples=examples, privacy=repeatable(unit_ids="author")).train()
+
+
 def test_accumulation_that_is_changed_afterwards_is_refused(tmp_path):
     made = trainer(tmp_path)
     made.args.gradient_accumulation_steps = 4
