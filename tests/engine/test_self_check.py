@@ -340,7 +340,7 @@ def test_losses_that_could_not_be_compared_do_not_count_as_tested(alike: bool, c
         for by_check in (False, True):
             caplog.clear()
             torch.manual_seed(0)
-            engine = runs.engine_for(runs.network(), None, dataset, batch_size=5, noise_multiplier=1.0)
+            engine = whole_batches(runs.network(), dataset)
             if by_check:
                 assert ghostclip.check(engine.model, loss_fn, dataset[:]) == []
                 assert ("no losses could be compared in other batches" in caplog.text) != compared

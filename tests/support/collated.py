@@ -319,7 +319,7 @@ def drawn_anew(rows: list[Any]) -> Any:
 
 
 def dropped_and_filled_up(rows: list[Any]) -> Any:
-    kept = [row for row in rows if torch.rand(()) > 0.1] or rows
+    kept = [row for row in rows if torch.rand(()) > 0.3] or rows
     return default_collate([*kept, *(kept[place % len(kept)] for place in range(len(rows) - len(kept)))])
 
 
