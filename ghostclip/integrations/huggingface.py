@@ -172,7 +172,8 @@ class PrivateTrainer(Trainer):
         if self._resume is None:
             self._refuse_spent()
             refuse_noted(self.model)
-        self._restored, self._random = False, None
+        self._restored = False
+        self._random: dict[str, Any] | None = None
         try:
             output = super().train(self._resume, *others, **options)
         except BaseException:

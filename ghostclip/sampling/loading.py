@@ -187,7 +187,7 @@ def _parts(dataset: Any) -> Iterator[tuple[Any, np.ndarray | None]]:
 
 def _of_table(dataset: Any) -> np.ndarray | None:
     """The rows that a ``datasets.Dataset`` picks from its table; None: all of them, or data of another kind."""
-    indices = getattr(dataset, "_indices", None)
+    indices: Any = getattr(dataset, "_indices", None)
     if not hasattr(indices, "column") or not hasattr(dataset, "_data"):
         return None
     return indices.column(0).to_numpy().astype(np.int64)
