@@ -7,6 +7,7 @@ is no bound, so there is none.
 
 from ghostclip.accounting.attacks import FALSE_POSITIVE_RATES, Risk, risk, risk_of
 from ghostclip.accounting.calibration import affordable, max_steps, noise_for, noise_multiplier
+from ghostclip.accounting.noted import Noted, note_charges, noting_charges
 from ghostclip.accounting.running import RunningEpsilon
 from ghostclip.accounting.selection import selection_epsilon, success_probability
 from ghostclip.accounting.spent import (
@@ -24,6 +25,7 @@ from ghostclip.accounting.words import guarantee, neighbours, samples, steps, wa
 __all__ = [
     "ACCOUNTANTS",
     "FALSE_POSITIVE_RATES",
+    "Noted",
     "Risk",
     "RunningEpsilon",
     "Setting",
@@ -38,6 +40,8 @@ __all__ = [
     "neighbours",
     "noise_for",
     "noise_multiplier",
+    "note_charges",
+    "noting_charges",
     "risk",
     "risk_of",
     "samples",

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ghostclip.accounting import note_charges
+
 if TYPE_CHECKING:
     from ghostclip.engine.privacy_engine import PrivacyEngine
 
@@ -52,12 +54,13 @@ class _Trained:
 def warn_of_earlier(engine: PrivacyEngine, how_to_count: Callable[[Any], str | None]) -> None:
     """Logs a warning where another engine took steps with the engine's model, or with one that it is a copy of.
 
-    Not where the new engine counts them.
+    Not where the new engine counts them. A search in whose ``train`` the engine was built gets to know of it.
 
     Args:
         engine: a new one.
         how_to_count: what makes it count the steps of an earlier one, in words; None where it does.
     """
+    note_charges(engine._spending._runs)
     last = vars(engine.model).get(MARK)
     earlier = last.engine() if isinstance(last, _Trained) else last
     mark = _Trained(engine, last.going_on() if isinstance(last, _Trained) else ())

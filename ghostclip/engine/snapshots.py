@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -39,6 +40,8 @@ from ghostclip.noise import Noise
 from ghostclip.sampling import LogicalBatches
 
 __all__ = ["Restored", "Snapshots", "Stateful"]
+
+log = logging.getLogger("ghostclip")
 
 # Where `Snapshots.state_dict` keeps what is no tensor, as JSON.
 PROGRESS = "progress"
@@ -148,6 +151,7 @@ class Snapshots:
                 "sampler": None if sampler is None else dict(sampler),
                 "noise": self.noise.positions(),
                 "users": self.loader.units_digest,
+                "rows": self._rows_in_turn(),
                 "random": states[0],
                 "random of other ranks": states[1:],
                 "extra": {name: thing.state_dict() for name, thing in _checked(extra).items()},
@@ -293,8 +297,29 @@ class Snapshots:
                 f"in the checkpoint {place} users have other rows than here, and a user's rows would count as those of "
                 "several; give unit_ids and max_rows_per_unit as they were then"
             )
+        self._check_rows(place, stored.private)
         self._check_state(place, public)
         return stored
+
+    def _rows_in_turn(self) -> str | None:
+        """Tells other rows of the data set apart, where examples take turns; None where they don't."""
+        return None if self.loader.groups is None else self.loader.rows_digest()
+
+    def _check_rows(self, place: Any, private: Mapping[str, Any]) -> None:
+        """Raises PrivacyError where examples would take turns that others had before a checkpoint."""
+        if self.loader.groups is None:
+            return
+        if "rows" not in private:
+            log.warning(
+                "the checkpoint %s, of an earlier version, doesn't say which rows a Subset picked: epsilon holds only "
+                "if they are the same, in the same order", place,
+            )  # fmt: skip
+        elif private["rows"] != self._rows_in_turn():
+            raise PrivacyError(
+                f"in the checkpoint {place} the data set picked other rows, or the same in another order, and examples "
+                "would have more turns than are charged; pick them as they were then: seed random_split "
+                "(generator=torch.Generator().manual_seed(...)) or keep Subset.indices"
+            )
 
     @staticmethod
     def _check_configuration(place: Any, there: Mapping[str, Any], here: Mapping[str, Any], alone: str) -> None:

@@ -17,6 +17,7 @@ __all__ = ["dim_after", "worked"]
 
 def dim_after(node: Any, word: str, slot: int, dim: int, more: int, worked: Collection[int]) -> int:
     """Where the result, which has ``more`` dimensions, has what an input has in a dimension."""
+    # "Addbmm" adds up its products, so that the first dimension goes nowhere.
     if word in op.POINTWISE or word == "Addbmm" or (word in op.PRODUCTS and slot < len(node.next_functions) - 2):
         return dim + more  # counted from the last, as in broadcasting
     return dim - sum(each < dim for each in worked) if more < 0 else dim
@@ -32,8 +33,7 @@ def worked(node: Any, word: str, slot: int, total: int) -> Collection[int]:
         place = slot - len(node.next_functions)
         if word == "GroupedMm" and place == -1 and total == 3:  # whose rows meet which of the matrices?
             return range(total)
-        summed = {0} if word == "Addbmm" else set()
-        return {-2: {total - 1, *summed}, -1: {max(total - 2, 0), *summed}}.get(place, set())
+        return {-2: {total - 1}, -1: {max(total - 2, 0)}}.get(place, set())
     if op.ATTENTION.search(word):  # queries, keys, values, and what is added to scores
         return {1: {total - 2, total - 1}, 2: {total - 2}}.get(slot, {total - 1})
     if word in op.FIRST:

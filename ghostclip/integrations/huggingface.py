@@ -28,10 +28,11 @@ try:
 except ModuleNotFoundError as error:
     raise missing(error, "huggingface") from None
 
+from ghostclip.checkpoint.contents import random_states, set_random_states
 from ghostclip.engine import PrivacyEngine
 from ghostclip.engine.step import BatchIndexOf
 from ghostclip.errors import BudgetExceededError, PrivacyError
-from ghostclip.integrations.huggingface_arguments import PrivacyArguments
+from ghostclip.integrations.huggingface_arguments import PrivacyArguments, users_in
 from ghostclip.integrations.huggingface_loop import (
     STATE,
     Collated,
@@ -46,13 +47,13 @@ from ghostclip.integrations.huggingface_refusals import (
     check_losses,
     check_noise,
     check_trainer,
+    refuse_published,
     refuse_spent,
     warn_of_metrics,
 )
 from ghostclip.integrations.refused_weights import accept, note, refuse_noted
 from ghostclip.sampling import LogicalBatch
 from ghostclip.sampling.loading import size_of
-from ghostclip.sampling.unit_ids import users_of_rows
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
@@ -172,6 +173,7 @@ class PrivateTrainer(Trainer):
             self._refuse_spent()
             refuse_noted(self.model)
         self._restored = False
+        self._random: dict[str, Any] | None = None
         try:
             output = super().train(self._resume, *others, **options)
         except BaseException:
@@ -195,17 +197,7 @@ class PrivateTrainer(Trainer):
 
     def _users(self) -> list[Any] | None:
         """The user of each row of ``train_dataset``, by ``unit_ids`` of `PrivacyArguments`; None: rows are units."""
-        given, dataset = self.privacy.unit_ids, self.train_dataset
-        if given is None:
-            return None
-        if not isinstance(given, str):
-            return users_of_rows(given, len(dataset))
-        if given not in (columns := getattr(dataset, "column_names", None) or ()):
-            raise ValueError(
-                f"unit_ids={given!r} of PrivacyArguments must be a column of train_dataset; it has "
-                f"{', '.join(columns) or 'no columns'}"
-            )
-        return users_of_rows(dataset[given], len(dataset))
+        return users_in(self.train_dataset, self.privacy.unit_ids)
 
     def training_step(self, model: nn.Module, inputs: Any, *_: Any) -> Tensor:
         """One private step over a logical batch: both passes, charge, noise and update.
@@ -314,7 +306,7 @@ class PrivateTrainer(Trainer):
             self.engine.compile()
         if self._resume is not None:
             self.engine.restore(os.path.join(self._resume, STATE))
-            self._restored = True
+            self._restored, self._random = True, random_states()
             accept(self.model)
         self._begun_at = self.state.global_step
 
@@ -345,10 +337,19 @@ class PrivateTrainer(Trainer):
         return True
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Saves the engine's state, too: after weights and optimizer, and before Trainer's own state, the last file."""
-        super()._save_rng_state(output_dir)
+        """Saves the engine's state, where random states are private, before Trainer's last file."""
         if self.engine is not None:
             self.engine.save(os.path.join(output_dir, STATE))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Those that the engine restored, at the time at which Trainer takes its own."""
+        if self._random is not None:
+            set_random_states(self._random)
+
+    def init_hf_repo(self, *others: Any, **options: Any) -> None:
+        """As Trainer's, before the first upload; PrivacyError where that would publish the ledger."""
+        refuse_published(self.privacy.ledger_in(str(self.args.output_dir)), str(self.args.output_dir))
+        super().init_hf_repo(*others, **options)
 
     def _load_best_model(self) -> None:
         """As Trainer's; the weights were released before."""

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ghostclip.ledger import Ledger
+from ghostclip.sampling.unit_ids import users_of_rows
 from ghostclip.validate import RefusesNames
 
-__all__ = ["PrivacyArguments"]
+__all__ = ["PrivacyArguments", "users_in"]
 
-LEDGER = "privacy.ledger"
+# Trainer's uploads leave out names that begin with "_": the ledger says when each step was taken, which may tell how
+# many examples it had. Earlier versions gave it the other name.
+LEDGER, FORMER = "_privacy.ledger", "privacy.ledger"
 # Fields of `PrivacyArguments` that the trainer follows, not the engine.
 OF_TRAINER = {"log_private_loss", "unit_ids", "public_evaluation"}
 
@@ -31,7 +34,7 @@ class PrivacyArguments(RefusesNames):
         clipping: a max norm or a policy of `ghostclip.clipping`.
         second_pass, noise, seed, self_check, sampling, neighboring: as for `PrivacyEngine`.
         ledger: the file to which each step is charged before its release. An existing file is continued: its charges
-            count. None: ``privacy.ledger`` in ``output_dir``.
+            count. None: ``_privacy.ledger`` in ``output_dir``, or ``privacy.ledger`` where that is there.
         log_private_loss: keep the training loss in log rows and checkpoints, under the name ``private_loss``. It is
             private data.
         unit_ids: the name of a column of ``train_dataset`` that says whose each row is (or one value for each row, as
@@ -82,4 +85,28 @@ class PrivacyArguments(RefusesNames):
 
     def ledger_in(self, folder: str) -> Ledger:
         """The ledger of a training whose ``output_dir`` is ``folder``."""
-        return Ledger(self.ledger or os.path.join(folder, LEDGER), block=1)
+        former = os.path.join(folder, FORMER)
+        default = former if os.path.exists(former) else os.path.join(folder, LEDGER)
+        return Ledger(self.ledger or default, block=1)
+
+
+def users_in(dataset: Any, unit_ids: Any) -> list[Any] | None:
+    """The user of each row of a data set, by ``unit_ids`` of `PrivacyArguments`; None: rows are units."""
+    if unit_ids is None:
+        return None
+    if not isinstance(unit_ids, str):
+        return users_of_rows(unit_ids, len(dataset))
+    if unit_ids not in (columns := getattr(dataset, "column_names", None) or ()):
+        raise ValueError(
+            f"unit_ids={unit_ids!r} of PrivacyArguments must be a column of train_dataset; it has "
+            f"{', '.join(columns) or 'no columns'}"
+        )
+    try:
+        users = list(dataset[unit_ids])
+    except KeyError as error:
+        raise ValueError(
+            f"the column {unit_ids!r} of train_dataset, which unit_ids of PrivacyArguments names, can't be read, since "
+            "the data set's transform or format leaves it out; keep it in there (set_transform, set_format), or give "
+            "unit_ids one value for each row, read before the transform was set"
+        ) from error
+    return users_of_rows(users, len(dataset))

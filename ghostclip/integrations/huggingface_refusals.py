@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ghostclip import accounting
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.ledger import Ledger
 
-__all__ = ["check_arguments", "check_losses", "check_noise", "check_trainer", "refuse_spent", "warn_of_metrics"]
+__all__ = [
+    "check_arguments",
+    "check_losses",
+    "check_noise",
+    "check_trainer",
+    "refuse_published",
+    "refuse_spent",
+    "warn_of_metrics",
+]
 
 # Share of a target from which a ledger counts as spent: noise is calibrated to less than 1e-4 below it.
 SPENT = 0.99
@@ -117,6 +127,17 @@ def refuse_spent(ledger: Ledger, target_epsilon: float, delta: float) -> None:
             f"this output_dir was trained before: {ledger.path} has {sum(event.count for event in events):,} steps, "
             f"which spent epsilon {spent:.4g} of {target_epsilon:g}. Take another output_dir (the same data then spend "
             "both), raise target_epsilon, or load the trained model from its last checkpoint"
+        )
+
+
+def refuse_published(ledger: Ledger, output_dir: str) -> None:
+    """Raises PrivacyError where an upload of ``output_dir`` takes the ledger along."""
+    path, folder = Path(ledger.path).resolve(), Path(output_dir).resolve()
+    if path.is_relative_to(folder) and not path.relative_to(folder).parts[0].startswith(("_", PREFIX_CHECKPOINT_DIR)):
+        raise PrivacyError(
+            f"push_to_hub would publish the ledger {path}, whose times of single steps may tell how many examples a "
+            f'step had; put it outside of output_dir, or give it a name that begins with "_", such as _{path.name}, '
+            "which Trainer doesn't upload"
         )
 
 

@@ -54,6 +54,9 @@ KEPT = (
     "worker_init_fn",
 )
 
+# Of a block of an Arrow table: two to this power.
+MOST_ROWS = 40
+
 REMEDY = "pass a plain DataLoader (shuffle=True or False), or the dataset itself with batch_size=..."
 PART = ". For a part of the data give torch.utils.data.Subset(dataset, indices)"
 INSTEAD: dict[Any, str] = {
@@ -165,7 +168,10 @@ def warn_of_repeated_rows(dataset: Any) -> None:
 
 
 def _parts(dataset: Any) -> Iterator[tuple[Any, np.ndarray | None]]:
-    """The data sets within `ConcatDataset` and `Subset`, each with the rows of it that are picked; None: all."""
+    """The data sets within `ConcatDataset` and `Subset`, each with the rows of it that are picked; None: all.
+
+    Of a ``datasets.Dataset`` the rows are those of its Arrow table, from which it picks some in an order of its own.
+    """
     if isinstance(dataset, ConcatDataset):
         for each in dataset.datasets:
             yield from _parts(each)
@@ -174,15 +180,49 @@ def _parts(dataset: Any) -> Iterator[tuple[Any, np.ndarray | None]]:
     while isinstance(dataset, Subset):
         own = np.asarray(dataset.indices)
         picked, dataset = own if picked is None else own[picked], dataset.dataset
+    if (own_rows := _of_table(dataset)) is not None:
+        picked = own_rows if picked is None else own_rows[picked]
     yield dataset, picked
+
+
+def _of_table(dataset: Any) -> np.ndarray | None:
+    """The rows that a ``datasets.Dataset`` picks from its table; None: all of them, or data of another kind."""
+    indices: Any = getattr(dataset, "_indices", None)
+    if not hasattr(indices, "column") or not hasattr(dataset, "_data"):
+        return None
+    return indices.column(0).to_numpy().astype(np.int64)
+
+
+class _StoredRows:
+    """Numbers for the rows of Arrow tables, by where they lie in memory: one row that two tables hold has one."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[Any, int] = {}
+
+    def numbers(self, table: Any, rows: np.ndarray | None) -> np.ndarray:
+        """Of some rows of a table; None: of all. A table of several others has their blocks, which it doesn't copy."""
+        starts, firsts, total = [], [], 0
+        for batch in table.to_batches():
+            first = batch.columns[0].offset
+            block = tuple(
+                (each.offset - first, *(buffer and buffer.address for buffer in each.buffers()))
+                for each in batch.columns
+            )
+            starts.append(total)
+            firsts.append((self._blocks.setdefault(block, len(self._blocks)) << MOST_ROWS) + first - total)
+            total += len(batch)
+        rows = np.arange(total) if rows is None else np.where(rows < 0, rows + total, rows)
+        return rows + np.asarray(firsts)[np.searchsorted(starts, rows, "right") - 1]
 
 
 def _has_row_twice(dataset: Any) -> bool:
     """Whether a row can be seen to come several times; indices may be of any kind."""
-    whole, picked = set[int](), dict[int, list[np.ndarray]]()
+    whole, picked, stored = set[int](), dict[int, list[np.ndarray]](), _StoredRows()
     with suppress(Exception):
         for inner, rows in _parts(dataset):
-            if rows is not None:
+            if hasattr(table := getattr(inner, "_data", None), "to_batches"):
+                picked.setdefault(id(stored), []).append(stored.numbers(table, rows))
+            elif rows is not None:
                 picked.setdefault(id(inner), []).append(rows)
             elif id(inner) in whole:
                 return True
@@ -195,7 +235,7 @@ def _has_row_twice(dataset: Any) -> bool:
 
 def rows_digest(dataset: Any) -> str:
     """Tells data sets that pick other rows apart, as `torch.utils.data.random_split` does; "" for other data."""
-    if not isinstance(dataset, Subset | ConcatDataset):
+    if not isinstance(dataset, Subset | ConcatDataset) and _of_table(dataset) is None:
         return ""
     digest = hashlib.sha256()
     for _, rows in _parts(dataset):

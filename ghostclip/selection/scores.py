@@ -22,7 +22,7 @@ _asked: ContextVar[Any] = ContextVar("asked by a search", default=None)
 
 @contextmanager
 def asking(function: Any) -> Iterator[None]:
-    """Inside, no `NoisyScore` may be asked but ``function`` itself, which the search is charged for."""
+    """Inside, ``function`` may be asked where it is a `NoisyScore`: the search is charged for it; no other may."""
     token = _asked.set(function)
     try:
         yield
@@ -35,7 +35,7 @@ class NoisyScore:
     """A score computed on private data, to which `ghostclip.select` adds Gaussian noise.
 
     The noise has standard deviation ``noise_multiplier * sensitivity``, and each run is charged for it as for one more
-    release over all examples.
+    release over all examples. Outside of ``select(score=...)`` nothing is charged, so it can't be asked there.
 
     Args:
         function: result -> float, larger is better. One example's presence must move it by at most ``sensitivity``:
@@ -61,12 +61,13 @@ class NoisyScore:
         """The noisy score of a result; NaN counts as 0 before the noise, so that it shows nothing.
 
         Raises:
-            PrivacyError: in a search that isn't charged for it.
+            PrivacyError: nobody is charged for it: it is asked outside of ``select(score=...)``.
         """
-        if (asked := _asked.get()) is not None and asked is not self:
+        if _asked.get() is not self:
             raise PrivacyError(
-                "a NoisyScore was asked in a search that isn't charged for it; give select(score=...) the NoisyScore "
-                "itself, and leave it out of train"
+                "a NoisyScore was asked outside of select(score=...), where nothing is charged for it; give "
+                "select(score=...) the NoisyScore itself, and ask it nowhere else: not in train, not in another score, "
+                "and not after the search, whose best.score it is"
             )
         exact = torch.tensor([float(self.function(result))], dtype=torch.float64, device="cpu").nan_to_num(nan=0.0)
         source: Noise = noise_source()

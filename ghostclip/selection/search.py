@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,20 @@ from typing import Any
 import torch.distributed as dist
 
 from ghostclip import accounting
+from ghostclip.engine.before import Before
 from ghostclip.errors import LedgerError, PrivacyError
 from ghostclip.events import Event, SampledGaussian, Selection
 from ghostclip.ledger import Ledger
+from ghostclip.noise.mean import PrivateMean
 from ghostclip.selection.draws import draw_runs, draw_settings
 from ghostclip.selection.kept import KeptRuns, Runs, folder_of
 from ghostclip.selection.scores import NoisyScore, asking
 from ghostclip.validate import open_fraction, positive, positive_int
 
 __all__ = ["Best", "select"]
+
+# By how much, of its size, an epsilon may be off by rounding.
+ROUNDING = 1e-6
 
 # The folders of searches that take place in this process.
 _going_on, _lock = set[Path](), threading.Lock()
@@ -47,6 +52,7 @@ class Best:
     delta: float
     events: tuple[Event, ...]
     _search: Selection
+    _before: Before = field(repr=False)
 
     @property
     def epsilon(self) -> float:
@@ -57,15 +63,15 @@ class Best:
     def epsilon_added_up(self) -> float:
         """What the expected number of runs, rounded up, would spend if each one were released, at ``delta`` by PLD.
 
-        The number that was drawn is no part of it: it may not be published.
+        The number that was drawn is no part of it: it may not be published. What was released before counts once.
         """
         runs = math.ceil(self._search.expected_runs)
         each = [replace(event, count=runs * event.count) for event in self._search.events]
-        return accounting.epsilon_of(each, delta=self.delta)
+        return accounting.epsilon_of([*each, *self._before.events.values()], delta=self.delta)
 
     def guarantee(self) -> str:
         """The guarantee in words: epsilon, delta, the distribution of the number of runs, and what one run was."""
-        return accounting.guarantee(self.events, delta=self.delta)
+        return f"{accounting.guarantee(self.events, delta=self.delta)}{self._before.words()}"
 
 
 def select(
@@ -80,6 +86,7 @@ def select(
     delta: float,
     ledger: str | os.PathLike[str] | Ledger | None = None,
     distribution: str | float = "poisson",
+    before: Iterable[PrivateMean] = (),
 ) -> Best | None:
     """The best of a random number of private trainings, charged once for all of them.
 
@@ -90,7 +97,8 @@ def select(
 
     Args:
         train: settings -> result: one private training of ``steps`` steps with this noise and rate, and no ledger of
-            its own. It releases nothing else, and uses fresh noise each time it is called.
+            its own. It releases nothing else, and uses fresh noise each time it is called. The engines that it builds
+            are asked what they charged: a run that spent more than is charged for it is refused.
         candidates: settings, at least one; chosen without the data.
         expected_runs: mean of the number of runs; finite, >= 1.
         score: result -> float, larger is better: a function of the result and of public data alone, or a `NoisyScore`.
@@ -102,6 +110,8 @@ def select(
             numbers, strings, tensors (brought to the CPU) and lists, tuples and dicts of them are kept, others trained
             again. None: no ledger, and an interrupted search is lost.
         distribution: of the number of runs, as for `accounting.selection_epsilon`.
+        before: what `ghostclip.private_mean` released and ``train`` uses, as its engines get it: charged once, beside
+            the search, under its own name. A ledger that has it already isn't charged again.
 
     Returns:
         The best run; the first one of equal scores. None where no run was drawn, which Poisson's distribution does with
@@ -111,7 +121,7 @@ def select(
         ValueError, TypeError: an argument is out of range, or a result can't be copied.
         LedgerError: the ledger is in use, also for another search in this process, or damaged.
         PrivacyError: the unfinished search beside the ledger is of other arguments, a `NoisyScore` was asked that isn't
-            ``score``, or several processes train together.
+            ``score``, a run's engines charged more than is charged for a run, or several processes train together.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise PrivacyError(
@@ -124,23 +134,27 @@ def select(
     noisy = [SampledGaussian(1.0, score.noise_multiplier)] if isinstance(score, NoisyScore) else []
     event = Selection((step, *noisy), expected_runs, distribution)
     delta, draw = open_fraction(delta=delta), partial(_drawn, event, len(candidates))
+    released = Before(before, private=True)
+    run = _Run(train, score, [step, *released.events.values()], delta)
+    charged: list[Event] = [event, *released.events.values()]
     if ledger is None:
-        runs = _finished(Runs.drawn(draw()), train, candidates, score, None)
-        charged: list[Event] = [event]
+        accounting.epsilon_of(charged, delta=delta)  # raises where they don't add up
+        runs = _finished(Runs.drawn(draw()), run, candidates, None)
     else:
         book = Ledger(ledger.path if isinstance(ledger, Ledger) else ledger, block=1)
         kept = KeptRuns(folder_of(book), event, candidates)
         # Other processes are kept from the ledger and its search by the account, other threads by the folder.
         with _alone_in(folder_of(book)), closing(book.account()):
-            accounting.epsilon_of([*book.events, event], delta=delta)  # raises where they don't add up
+            accounting.epsilon_of([*book.events, *charged], delta=delta)
             runs = kept.begin(draw)
+            released.charge(book)
             _charge(book, runs.name, event)
-            _finished(runs, train, candidates, score, kept)
+            _finished(runs, run, candidates, kept)
             charged = book.events
             kept.end()
     if runs.best is None:
         return None
-    return Best(candidates[runs.best], runs.result, runs.score, delta, tuple(charged), event)
+    return Best(candidates[runs.best], runs.result, runs.score, delta, tuple(charged), event, released)
 
 
 @contextmanager
@@ -184,20 +198,50 @@ def _charge(ledger: Ledger, name: str, event: Selection) -> None:
             account.charge(event)
 
 
-def _finished(
-    runs: Runs,
-    train: Callable[[Any], Any],
-    candidates: Sequence[Any],
-    score: Callable[[Any], float],
-    kept: KeptRuns | None,
-) -> Runs:
+@dataclass(frozen=True)
+class _Run:
+    """One run of a search.
+
+    Attributes:
+        train, score: as given to `select`.
+        charged: what is charged for the training.
+        delta: of the guarantee.
+    """
+
+    train: Callable[[Any], Any]
+    score: Callable[[Any], float]
+    charged: Sequence[Event]
+    delta: float
+
+    def __call__(self, settings: Any) -> tuple[Any, float]:
+        """Result and score; raises PrivacyError, before the score is asked, where more was spent than is charged."""
+        with asking(self.train), accounting.noting_charges() as noted:
+            result = self.train(settings)
+        self._check(noted.events)
+        with asking(self.score):
+            return result, float(self.score(result))
+
+    def _check(self, spent: Sequence[Event]) -> None:
+        kinds = {(event.relation, event.unit) for event in [*spent, *self.charged]}
+        if len(kinds) == 1:
+            found, agreed = (accounting.epsilon_of(events, delta=self.delta) for events in (spent, self.charged))
+            if found <= agreed * (1.0 + ROUNDING):
+                return
+            more = f"spent epsilon {found:.4g} at delta {self.delta:g}, and {agreed:.4g} is charged for a run"
+        else:
+            more = "protect something else than what is charged, the presence of one example"
+        happened = "; ".join(map(accounting.steps, spent))
+        raise PrivacyError(
+            f"the engines that train built {more}: they charged {happened}, and a run is charged for "
+            f"{'; '.join(map(accounting.steps, self.charged))}. Give select the noise_multiplier, sample_rate and "
+            "steps that train uses, and before=[...] too, where its engines have it"
+        )
+
+
+def _finished(runs: Runs, run: _Run, candidates: Sequence[Any], kept: KeptRuns | None) -> Runs:
     """The same object, after the runs that were left."""
     for number in runs.settings[runs.done :]:
-        with asking(train):
-            result = train(candidates[number])
-        with asking(score):
-            reached = float(score(result))
-        runs.add(result, reached)
+        runs.add(*run(candidates[number]))
         if kept is not None:
             kept.keep(runs)
     return runs

@@ -34,6 +34,8 @@ __all__ = ["REMEDY_OF_KEPT", "MixingTest"]
 # How often a test is repeated, in random order with runs of the unchanged batch: it rules out losses that change from
 # call to call. Only a loss that is about to be refused is called so often.
 TOSSES = 40
+# Random halves of a batch whose collate function draws random numbers, besides the two that all others have.
+HALVES = 6
 # Random choices of rows for which the same random numbers must be drawn.
 CHOICES = 16
 
@@ -64,7 +66,8 @@ class MixingTest:
 
     def __init__(self, trial: TrialLosses, say: Callable[[str], None]) -> None:
         self._trial, self._say, self._dice = trial, say, random.Random()
-        self.compared = False
+        # Which unit stands in other places: the same each time that a test is repeated.
+        self._pick, self.compared = self._dice.getrandbits(32), False
         rows, lengths = trial.rows, trial.first.loaded.lengths
         # From short to long, so that a half has no long ones; at random if alike.
         order = self._dice.sample(range(rows.units), rows.units)
@@ -178,6 +181,10 @@ class MixingTest:
             self._say(f"the collate function, or the data set for several rows at once, {UNTESTED}")
         else:  # as augmentation in the loss function does, mostly of rows that have one size
             log.info("self-check: the loss function, or a model in eval mode, %s", UNTESTED)
+        if trial.first.loaded.drew:
+            # Rows that come twice within a half, in the place of others of it, are seen in other halves only.
+            units = range(trial.rows.units)
+            parts = [*parts, *(trial.rows.places(self._dice.sample(units, len(units) // 2)) for _ in range(HALVES))]
         for part in parts:
             test = partial(self._copies_move, part=part)
             if test(trial):
@@ -243,7 +250,7 @@ class MixingTest:
         fine = [rows for rows in units if bool(losses[list(rows)].isfinite().all())]
         if not fine:
             return None
-        index = list(self._dice.choice(fine)) * (len(losses) // each)
+        index = list(fine[self._pick % len(fine)]) * (len(losses) // each)
         for row in part:
             index[row] = row
         return index

@@ -315,6 +315,41 @@ def test_losses_without_a_loss_function_are_said_to_be_untested(caplog: pytest.L
     assert untested in str(engine.model_card())
 
 
+def by_a_generator_of_its_own() -> Callable[..., Tensor]:
+    """Losses that see the whole batch, which nothing shows: they are other ones each time."""
+    generator = np.random.default_rng()
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        noise = torch.from_numpy(generator.standard_normal(tuple(batch[0].shape))).float()
+        losses = runs.losses_of(model, [batch[0] + 0.1 * noise, batch[1]])
+        return losses / losses.detach().mean()
+
+    return loss_fn
+
+
+ZEROS = TensorDataset(torch.zeros(10, 5), torch.zeros(10, dtype=torch.long))
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["all alike", "other ones each time"])
+@pytest.mark.filterwarnings("ignore:.* has rows several times")
+def test_losses_that_could_not_be_compared_do_not_count_as_tested(alike: bool, caplog: Any) -> None:
+    """Neither in training nor by `check`; the same training on other batches, or by other losses, does."""
+    for compared in (False, True):
+        loss_fn = runs.losses_of if alike or compared else by_a_generator_of_its_own()
+        dataset = ZEROS if alike and not compared else runs.data(10)
+        for by_check in (False, True):
+            caplog.clear()
+            torch.manual_seed(0)
+            engine = whole_batches(runs.network(), dataset)
+            if by_check:
+                assert ghostclip.check(engine.model, loss_fn, dataset[:]) == []
+                assert ("no losses could be compared in other batches" in caplog.text) != compared
+                by_backward(engine) if compared else runs.train(engine, 3, loss_fn)
+            else:
+                runs.train(engine, 3, loss_fn)
+            assert ("was not tested" in engine.guarantee()) != compared
+
+
 def test_a_batch_that_had_its_step_is_let_go_of() -> None:
     """It holds the workers of its data loader, which end promptly where nothing else refers to them."""
     engine = whole_batches(runs.network())

@@ -232,10 +232,10 @@ class Prototypes(nn.Module):
         return self.features(inputs), self.classes(torch.arange(len(self.classes.weight))) if is_table else self.classes
 
 
-def small(model: nn.Module, batch_size: int = 6, **options: Any) -> tuple[nn.Module, Any, Any]:
+def small(model: nn.Module, batch_size: int = 6, secure: bool = False, **options: Any) -> tuple[nn.Module, Any, Any]:
     """Training without noise on twelve examples of five numbers and of five classes, in float64."""
     data, model = TensorDataset(torch.randn(12, 5, dtype=torch.float64), torch.arange(12) % 5), model.double()
-    return PrivacyEngine().make_private(
+    return PrivacyEngine(secure_mode=secure).make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(data, batch_size=batch_size),
         **{"noise_multiplier": 0.0, "max_grad_norm": MAX_NORM, **options},
@@ -268,9 +268,10 @@ def test_a_forward_of_public_rows_as_many_as_a_batch_has_is_refused_in_the_first
         optimizer.step()
 
 
+@pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.filterwarnings("ignore:the DataLoader's .* is replaced")
-def test_batches_of_one_size_have_some_examples_less_now_and_then() -> None:
-    model, optimizer, loader = small(nn.Linear(5, 5), poisson_sampling=False)
+def test_batches_of_one_size_have_some_examples_less_now_and_then(secure: bool) -> None:
+    model, optimizer, loader = small(nn.Linear(5, 5), secure=secure, poisson_sampling=False)
     sizes = []
     for _ in range(9):
         for inputs, targets in loader:
@@ -280,6 +281,7 @@ def test_batches_of_one_size_have_some_examples_less_now_and_then() -> None:
             optimizer.step()
     assert len(sizes) == 18
     assert [step for step, size in enumerate(sizes) if size < 6] == [0, 16]
+    assert min(sizes) >= 1
     assert loader.batch_size == 6
 
 

@@ -137,7 +137,7 @@ def test_training_twice_adds_up(tmp_path):
     subject.train()
     subject.train()
     assert sum(event.count for event in subject.engine.events) == 6
-    assert tt.charged(tmp_path / "privacy.ledger") == 6
+    assert tt.charged(tmp_path / "_privacy.ledger") == 6
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Checkpoints of PrivateTrainer: a resumed training is the uninterrupted one, and no charge is forgotten."""
 
 import shutil
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("safetensors")
 
+from huggingface_hub.utils import filter_repo_objects  # noqa: E402
 from tiny_trainers import charged, data, gpt2, repeatable, trainer  # noqa: E402
 
 from ghostclip.errors import BudgetExceededError, LedgerError, PrivacyError  # noqa: E402
@@ -67,7 +70,7 @@ def test_steps_after_the_last_checkpoint_stay_charged(tmp_path):
     run(tmp_path, stop=5, privacy=private, logging_strategy="no")
     resumed = run(tmp_path, resume=True, privacy=private, logging_strategy="no")
     assert resumed.state.global_step == 12
-    assert charged(tmp_path / "privacy.ledger") == 13 == sum(event.count for event in resumed.engine.events)
+    assert charged(tmp_path / "_privacy.ledger") == 13 == sum(event.count for event in resumed.engine.events)
 
 
 @pytest.mark.slow
@@ -85,7 +88,7 @@ def test_a_training_within_a_target_ends_early_for_them(tmp_path, caplog):
 
 
 def test_a_target_that_was_spent_before_is_refused_before_any_work(tmp_path):
-    account = Ledger(tmp_path / "privacy.ledger").account()
+    account = Ledger(tmp_path / "_privacy.ledger").account()
     account.charge(SampledGaussian(1.0, 1.0))
     account.close()
     private = PrivacyArguments(target_epsilon=1.0)
@@ -132,9 +135,60 @@ def test_checkpoints_of_something_else_are_refused(tmp_path):
         run(tmp_path, resume=str(tmp_path / "checkpoint-2"))
     with pytest.raises(PrivacyError, match="there is no checkpoint with a privacy state"):
         run(tmp_path, resume=True)
-    (tmp_path / "copy" / "privacy.ledger").unlink()
+    (tmp_path / "copy" / "_privacy.ledger").unlink()
     with pytest.raises(LedgerError, match="doesn't have what it had"):
         run(tmp_path / "copy", resume=True)
+
+
+def test_random_states_are_in_the_private_folder_alone_and_come_back(tmp_path):
+    """Dropout moves them with the number of examples: after the last step they are those of the uninterrupted run."""
+    run(tmp_path / "whole", max_steps=4)
+    after = torch.get_rng_state()
+    run(tmp_path / "parts", stop=3, max_steps=4)
+    assert list(tmp_path.rglob("rng_state*")) == []
+    run(tmp_path / "parts", resume=True, max_steps=4)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+class Hub:
+    """Notes which files an upload takes."""
+
+    def __init__(self):
+        self.uploaded = []
+
+    def create_repo(self, name, **_):
+        return types.SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, folder_path, ignore_patterns, **_):
+        names = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+        self.uploaded += filter_repo_objects(names, ignore_patterns=ignore_patterns)
+        return types.SimpleNamespace(done=lambda: True)
+
+
+def test_an_upload_leaves_the_ledger_out(tmp_path, monkeypatch):
+    hub = Hub()
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
+    private = PrivacyArguments(noise_multiplier=20.0, self_check=False)
+    subject = run(tmp_path, max_steps=2, privacy=private, push_to_hub=True, hub_strategy="every_save")
+    subject.push_to_hub()
+    assert "model.safetensors" in hub.uploaded
+    assert [name for name in hub.uploaded if "ledger" in name or "private" in name] == []
+    assert charged(tmp_path / "_privacy.ledger") == 2
+
+
+def test_a_ledger_of_another_name_is_continued_and_not_uploaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.trainer, "hf_api", Hub)
+    private = PrivacyArguments(noise_multiplier=20.0, self_check=False)
+    run(tmp_path, max_steps=2, privacy=private)
+    (tmp_path / "_privacy.ledger").rename(tmp_path / "privacy.ledger")
+    subject = run(tmp_path, resume=True, max_steps=3, privacy=private)
+    assert (charged(tmp_path / "privacy.ledger"), (tmp_path / "_privacy.ledger").exists()) == (3, False)
+    with pytest.raises(PrivacyError, match=r"push_to_hub would publish the ledger .* such as _privacy\.ledger"):
+        subject.push_to_hub()
+    for ledger in (None, str(tmp_path / "sub" / "_own.ledger")):
+        private = PrivacyArguments(noise_multiplier=20.0, self_check=False, ledger=ledger)
+        with pytest.raises(PrivacyError, match="push_to_hub would publish the ledger"):
+            run(tmp_path, privacy=private, push_to_hub=True)
 
 
 def test_old_checkpoints_are_removed_and_the_best_model_comes_back(tmp_path, caplog):

@@ -153,7 +153,7 @@ def test_two_processes_train_one_model(tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(text[-3000:] for text in errors)
     these, those = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2))
     assert all(torch.equal(this, that) for this, that in zip(these, those, strict=True))
-    assert charged(tmp_path / "privacy.ledger") == 6
+    assert charged(tmp_path / "_privacy.ledger") == 6
 
 
 @pytest.mark.parametrize(
@@ -201,6 +201,14 @@ def test_unit_ids_are_values_or_a_column(tmp_path):
     assert subject.engine.sample_rate == pytest.approx(subject.batch_size / len(set(users)))
     with pytest.raises(ValueError, match="must be a column of train_dataset; it has no columns"):
         trainer(tmp_path / "other", privacy=repeatable(unit_ids="author")).train()
+
+
+def test_a_column_of_users_that_a_transform_leaves_out_is_named(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    examples = datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 6, "author": [*"aabbcc"]})
+    examples.set_transform(lambda rows: {"input_ids": torch.tensor(rows["input_ids"])})
+    with pytest.raises(ValueError, match=r"the column 'author' of train_dataset, .* transform or format leaves it out"):
+        trainer(tmp_path, examples=examples, privacy=repeatable(unit_ids="author")).train()
 
 
 def test_accumulation_that_is_changed_afterwards_is_refused(tmp_path):

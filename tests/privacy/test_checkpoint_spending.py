@@ -11,10 +11,13 @@ import torch
 from checkpointed_runs import engine_of, go, private, state_of
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.data import Subset
 
 import ghostclip
 from ghostclip import BudgetExceededError, LedgerError, PrivacyError, accounting, checkpoint
 from ghostclip.clipping import Adaptive, Custom, PerLayer
+from ghostclip.engine import PrivacyEngine
+from ghostclip.noise import BandedToeplitz
 
 
 def test_an_older_checkpoint_never_lowers_what_was_spent(tmp_path: Path) -> None:
@@ -178,6 +181,41 @@ def test_users_with_other_rows_are_refused_and_told_to_nobody(tmp_path: Path) ->
     assert public
     assert not any(digest.encode() in file.read_bytes() for file in public)
     assert digest not in str(first.state_dict())
+
+
+def in_turn(rows: list[int], sampling: str = "cyclic") -> PrivacyEngine:
+    """An engine over some rows of a data set, with six steps planned."""
+    turns = {} if sampling == "poisson" else {"correlation": BandedToeplitz(bands=2), "steps": 6}
+    options = {"sampling": sampling, "noise_multiplier": 1.0, "self_check": False, **turns}
+    return runs.engine_for(runs.network(), None, Subset(runs.data(32), rows), **options)
+
+
+@pytest.mark.parametrize("sampling", ["cyclic", "cyclic_poisson"])
+@pytest.mark.parametrize("rows", [[*range(8, 32)], [*range(23, -1, -1)]], ids=["other rows", "another order"])
+def test_other_rows_are_refused_where_examples_take_turns(sampling: str, rows: list[int], tmp_path: Path) -> None:
+    """They would have the turns of others, and more than are charged."""
+    go(in_turn([*range(24)], sampling), 2).save(tmp_path / "x")
+    other = in_turn(rows, sampling)
+    with pytest.raises(PrivacyError, match="the data set picked other rows, or the same in another order"):
+        other.restore(tmp_path / "x")
+    assert other.steps_taken == 0
+    assert in_turn([*range(24)], sampling).restore(tmp_path / "x").steps == 2
+
+
+def test_other_rows_are_fine_where_each_step_draws_anew(tmp_path: Path) -> None:
+    go(in_turn([*range(24)], "poisson"), 2).save(tmp_path / "x")
+    assert in_turn([*range(8, 32)], "poisson").restore(tmp_path / "x").steps == 2
+
+
+def test_a_checkpoint_that_does_not_say_its_rows_is_warned_of(tmp_path: Path, caplog: Any) -> None:
+    """As those of earlier versions, where examples take turns."""
+    for sampling, warned in (("poisson", False), ("cyclic", True)):
+        go(in_turn([*range(24)], sampling), 2).save(tmp_path / sampling)
+        stored = checkpoint.load(tmp_path / sampling)
+        private = {name: state for name, state in stored.private.items() if name != "rows"}
+        checkpoint.save(tmp_path / sampling, stored.public, private)
+        assert in_turn([*range(24)], sampling).restore(tmp_path / sampling).steps == 2
+        assert ("doesn't say which rows a Subset picked" in caplog.text) == warned
 
 
 def test_another_data_set_model_frozen_parameter_or_order_is_refused(tmp_path: Path) -> None:

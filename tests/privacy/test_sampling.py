@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -186,6 +186,40 @@ def test_rows_that_come_several_times_are_named(data: Any) -> None:
     LogicalBatches(Subset(Squares(), range(20)), batch_size=4)
 
 
+ARROW: dict[str, tuple[bool, Callable[[Any, Any], Any]]] = {
+    "picked twice": (True, lambda d, data: data.select([0, 1, 1, *range(5, 20)])),
+    "concatenated": (True, lambda d, data: d.concatenate_datasets([data, data])),
+    "interleaved": (
+        True,
+        lambda d, data: d.interleave_datasets(
+            [data, d.Dataset.from_dict({"number": [20, 21], "word": ["a", "b"]})], stopping_strategy="all_exhausted"
+        ),
+    ),
+    "parts that overlap": (
+        True, lambda d, data: d.concatenate_datasets([data.select(range(9)), data.select(range(8, 20))]),
+    ),
+    "with another column": (True, lambda d, data: d.concatenate_datasets([data, data]).remove_columns("word")),
+    "shuffled": (True, lambda d, data: d.concatenate_datasets([data, data]).shuffle(seed=1)),
+    "a subset of one": (True, lambda d, data: Subset(data.select([*range(19), 3]), range(1, 20))),
+    "with a part": (True, lambda d, data: ConcatDataset([data, data.select([7, 3])])),
+    "whole": (False, lambda d, data: data),
+    "shuffled once": (False, lambda d, data: data.shuffle(seed=1)),
+    "parts": (False, lambda d, data: d.concatenate_datasets([data.select(range(9)), data.select([10, 9, 15])])),
+    "a subset that leaves it out": (False, lambda d, data: Subset(data.select([*range(19), 3]), [-1, *range(3)])),
+    "alike": (False, lambda d, data: d.concatenate_datasets([data, d.Dataset.from_dict(data.to_dict())])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARROW)
+def test_rows_that_an_arrow_table_has_several_times_are_named(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    """By where they lie in memory: rows that are only alike are of others."""
+    datasets = pytest.importorskip("datasets")
+    twice, made = ARROW[name]
+    data = datasets.Dataset.from_dict({"number": [*range(20)], "word": [str(row) for row in range(20)]})
+    LogicalBatches(made(datasets, data), batch_size=4)
+    assert ["has rows several times" in str(warning.message) for warning in recwarn] == [True] * twice
+
+
 class Keyed(Dataset[Any]):
     """Rows by keys of any kind, whose number it doesn't say."""
 
@@ -222,6 +256,14 @@ def test_digests_tell_rows_apart_and_no_list_of_all_rows_is_made() -> None:
     assert len({*digests}) == len(digests)
     assert rows_digest(Squares()) == ""
     LogicalBatches(Subset(many, range(20)), batch_size=4)
+
+
+def test_digests_tell_rows_of_an_arrow_table_apart() -> None:
+    datasets = pytest.importorskip("datasets")
+    arrow = datasets.Dataset.from_dict({"number": [*range(20)]})
+    digests = [rows_digest(arrow.shuffle(seed=seed)) for seed in (1, 1, 2)]
+    assert digests[0] == digests[1] != digests[2]
+    assert rows_digest(arrow) == ""
 
 
 def test_a_seed_repeats_the_batches_and_goes_on_over_epochs() -> None:

@@ -7,6 +7,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ghostclip.events import SampledGaussian, Selection
 from ghostclip.ledger import Ledger
 from ghostclip.selection import NoisyScore, draws, search
 from ghostclip.selection.kept import folder_of
+from ghostclip.selection.scores import asking
 
 SETTING: dict[str, Any] = {"noise_multiplier": 1.3, "sample_rate": 0.05, "steps": 100, "delta": 1e-5}
 EVENT = Selection((SampledGaussian(0.05, 1.3, 100),), 4)
@@ -333,21 +335,103 @@ def test_a_score_on_private_data_gets_noise_that_every_run_is_charged_for(path: 
 @pytest.mark.usefixtures("five")
 def test_a_noisy_score_that_is_not_charged_is_refused() -> None:
     runs, noisy = Trainings(), NoisyScore(lambda result: result["run"], 20.0)
-    message = "NoisyScore was asked in a search that isn't charged for it"
+    message = r"NoisyScore was asked outside of select\(score=\.\.\.\), where nothing is charged for it"
     with pytest.raises(PrivacyError, match=message):
         runs.select(None, score=lambda result: noisy(result) - 1.0)
     with pytest.raises(PrivacyError, match=message):
         runs.select(None, train=lambda settings: {"run": noisy(runs.train(settings))}, score=noisy)
-    assert math.isfinite(noisy({"run": 1}))  # outside of searches
+    best = runs.select(None, score=noisy)
+    with pytest.raises(PrivacyError, match=message):
+        noisy(best.result)  # once more, after the search
 
 
 def test_the_noise_of_a_score_has_its_standard_deviation() -> None:
     """2,000 draws: a relative standard error of 1.6%; five of them."""
     score = NoisyScore(lambda result: result, 3.0, sensitivity=0.5)
-    found = np.array([score(10.0) for _ in range(2000)])
+    with asking(score):
+        found = np.array([score(10.0) for _ in range(2000)])
+        assert math.isfinite(score(math.nan))
     assert found.std() == pytest.approx(1.5, rel=0.08)
     assert found.mean() == pytest.approx(10.0, abs=5 * 1.5 / math.sqrt(2000))
-    assert math.isfinite(score(math.nan))
+
+
+FEATURES = torch.arange(40.0).view(20, 2) / 40
+RUN = {"noise_multiplier": 1.3, "sample_rate": 0.2, "steps": 5}
+
+
+def trained(*engines: dict[str, Any]) -> Callable[[Any], dict[str, torch.Tensor]]:
+    """A train that takes five steps with each of some engines, of one model."""
+
+    def train(_: Any) -> dict[str, torch.Tensor]:
+        model = torch.nn.Linear(2, 1)
+        for options in engines:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            data = torch.utils.data.TensorDataset(FEATURES)
+            engine = ghostclip.PrivacyEngine(model, optimizer, data, **{"batch_size": 4, **options})
+            for batch in engine.batches():
+                engine.step(batch, lambda model, batch: model(batch[0]).square().mean(1))
+            engine.detach()
+        return model.state_dict()
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("engines", "spent"),
+    [
+        ([{"noise_multiplier": 1.2}], "5 steps .* noise multiplier 1.2"),
+        (
+            [{"noise_multiplier": 1.3, "batch_size": 5}, {"noise_multiplier": 9.0}],
+            "4 steps .* at rate 0.25 .*; 5 steps",
+        ),
+        ([{"noise_multiplier": 1.3, "noise": "test", "seed": 1}], "spent epsilon inf"),
+        ([{"noise_multiplier": 1.3, "unit_ids": range(20)}], "protect something else"),
+    ],
+)
+@pytest.mark.usefixtures("five")
+def test_a_run_that_spends_more_than_is_charged_is_refused_before_its_score(
+    engines: list[dict[str, Any]], spent: str
+) -> None:
+    asked: list[Any] = []
+    with pytest.raises(PrivacyError, match=f"{spent}.* a run is charged for 5 steps .* Give select the noise_mult"):
+        Trainings().select(None, train=trained(*engines), score=asked.append, **RUN)
+    assert asked == []
+
+
+@pytest.mark.usefixtures("five")
+def test_a_run_that_spends_what_is_charged_or_less_is_accepted() -> None:
+    for engine in ({"noise_multiplier": 1.3}, {"noise_multiplier": 1.5}):
+        best = Trainings().select(None, train=trained(engine), score=lambda _: 1.0, **RUN)
+        assert best.events == (Selection((SampledGaussian(0.2, 1.3, 5),), 4),)
+
+
+@pytest.mark.usefixtures("five")
+def test_what_was_released_before_is_charged_once_beside_the_search(path: Path) -> None:
+    released = ghostclip.private_mean(FEATURES, noise_multiplier=4.0)
+    train = trained({"noise_multiplier": 1.3, "before": [released]})
+    with pytest.raises(PrivacyError, match=r"1 step over Poisson samples at rate 1 .* and before=\[...\] too"):
+        Trainings().select(None, train=train, score=lambda _: 1.0, **RUN)
+    search = Selection((SampledGaussian(0.2, 1.3, 5),), 4)
+    options = {**RUN, "score": lambda _: 1.0, "before": [released, released]}
+    alone, first = Trainings().select(None, train=train, **options), Trainings().select(path, train=train, **options)
+    assert alone.events == (search, released.event)
+    assert Ledger(path).contents.totals[released.name] == {released.event: 1}
+    assert alone.epsilon == first.epsilon == accounting.epsilon_of([search, released.event], delta=1e-5)
+    assert "It includes 1 release over all examples before the training (noise multiplier 4)." in alone.guarantee()
+    added_up = [SampledGaussian(0.2, 1.3, 20), released.event]
+    assert alone.epsilon_added_up == accounting.epsilon_of(added_up, delta=1e-5)
+    Trainings().select(path, train=train, **options)  # another search, and the same mean
+    assert Counter(Ledger(path).events) == Counter([replace(search, count=2), released.event])
+
+
+@pytest.mark.parametrize("ledger", [True, False])
+def test_releases_about_other_neighbours_are_refused_before_the_draw(
+    ledger: bool, path: Path, five: list[float]
+) -> None:
+    released = ghostclip.private_mean(FEATURES, neighboring="replace_one")
+    with pytest.raises(ValueError, match="the same neighbours"):
+        Trainings().select(path if ledger else None, before=[released])
+    assert (five, path.exists() and charges(path)) == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -362,6 +446,7 @@ def test_the_noise_of_a_score_has_its_standard_deviation() -> None:
         ({"sample_rate": 0.0}, ValueError, "sample_rate"),
         ({"steps": 0}, ValueError, "steps"),
         ({"delta": 1.0}, ValueError, "delta"),
+        ({"before": [3]}, TypeError, "before must be a list of what ghostclip.private_mean returned; got 3 in it"),
     ],
 )
 def test_arguments_out_of_range_are_named(

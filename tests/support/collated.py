@@ -302,6 +302,39 @@ HONEST |= {
 }
 
 
+# Rows that a collate function gives other places, or brings twice into one batch, at random.
+
+
+def shuffled_by_torch(rows: list[Any]) -> Any:
+    return default_collate([rows[place] for place in torch.randperm(len(rows))])
+
+
+def shuffled_by_python(rows: list[Any]) -> Any:
+    return default_collate(random.sample(rows, len(rows)))
+
+
+def drawn_anew(rows: list[Any]) -> Any:
+    """A bootstrap."""
+    return default_collate(random.choices(rows, k=len(rows)))
+
+
+def dropped_and_filled_up(rows: list[Any]) -> Any:
+    kept = [row for row in rows if torch.rand(()) > 0.3] or rows
+    return default_collate([*kept, *(kept[place % len(kept)] for place in range(len(rows) - len(kept)))])
+
+
+MIXING |= {
+    "users_rows_shuffled_by_torch": lambda: (*of_features(features, shuffled_by_torch)()[:3], USERS),
+    "users_rows_shuffled_by_python": lambda: (*of_features(features, shuffled_by_python)()[:3], USERS),
+    "rows_drawn_anew": of_features(features, drawn_anew),
+    "rows_dropped_and_filled_up": of_features(features, dropped_and_filled_up),
+}
+HONEST |= {
+    "rows_shuffled_by_torch": of_features(features, shuffled_by_torch),
+    "rows_shuffled_by_python": of_features(features, shuffled_by_python),
+}
+
+
 def divided_by_the_number_of_boxes() -> Training:
     """Losses of a detector: each image has its own number of targets."""
 

@@ -61,7 +61,9 @@ class LoaderWithoutReplacement(WithoutReplacement):
 
     def draw(self, generator: np.random.Generator, step: int = 0) -> list[int]:
         """See `Scheme.draw`."""
-        less = generator.integers(1, min(self.drawn, 9)) if self.drawn > 1 and step % SMALLER == 0 else 0
+        less = 0
+        if self.drawn > 1 and step % SMALLER == 0:  # by what numpy's generators and secure_mode's both have
+            less = 1 + int(generator.choice(min(self.drawn, 9) - 1, 1, replace=False, shuffle=False)[0])
         return np.sort(generator.choice(self.population, self.drawn - less, replace=False, shuffle=False)).tolist()
 
     @property
