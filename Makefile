@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-wheel test-trl lint mutants fuzz bench experiments papers notebooks matrix docs gpu-check clean
+.PHONY: help install demo test test-all test-wheel test-trl test-quantized lint mutants fuzz bench experiments papers notebooks matrix docs gpu-check clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -44,6 +44,10 @@ test-wheel: install  ## build the wheel, test it where no C compiler is, and tim
 test-trl: install  ## the tests of TRL's trainers with the oldest TRL of the range, 1.0
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps --upgrade --target $(VENV)/oldest-trl "trl==1.0.0"
 	PYTHONPATH=$(VENV)/oldest-trl $(BIN)/python -m pytest tests/integrations/test_trl.py tests/integrations/test_trl_refusals.py
+
+test-quantized: install  ## the tests of adapters on weights in four and eight bits, by bitsandbytes
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps --upgrade --target $(VENV)/quantized "bitsandbytes==0.50.2"
+	PYTHONPATH=$(VENV)/quantized $(BIN)/python -m pytest tests/clipper/test_quantized.py
 
 lint: install  ## ruff and mypy
 	$(BIN)/ruff check .

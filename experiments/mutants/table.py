@@ -3167,22 +3167,22 @@ BY_MARKS = [
     Mutant(
         "rows of layers are not noted for the second backward",
         "ghostclip/clipper/collector.py",
-        "            self._look(call, grad)\n",
+        "            self.look(call, grad)\n",
         "            pass\n",
         (*MOVED_ROWS, "two_examples"),
     ),
     Mutant(
         "rows of boundaries are not noted for the second backward",
         "ghostclip/clipper/collector.py",
-        "            last.region.watch = look\n",
+        "            last.region.watch = self.look\n",
         "            pass\n",
         (*MOVED_ROWS, "two_examples"),
     ),
     Mutant(
         "rows of boundaries need not fit their marks",
         PASSES,
-        "        if subject not in seen:\n",
-        "        if subject not in seen or not isinstance(subject, LayerCall):\n",
+        "        if self._seen is None or self._times is None or subject not in self._seen:\n",
+        "        if self._seen is None or self._times is None or not isinstance(subject, LayerCall):\n",
         (*MOVED_ROWS, "two_examples"),
     ),
     Mutant(
@@ -4518,7 +4518,7 @@ USED = [
         MIXING_TEST,
         "if trial.common(before, after) < len(places) - (len(index) - len(before)):",
         "if False:",
-        (*COLLATED, "-k", "filled_up"),
+        (*COLLATED, "-k", "the_place_of_another"),
     ),
     Mutant(
         "rows that a collate function shuffles are held to be moved",

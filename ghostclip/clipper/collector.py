@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
@@ -63,6 +63,7 @@ class TermReceiver(ABC):
     """
 
     takes_pairs = True
+    _shows = False
 
     def __init__(self, layout: RowLayout, without: Collection[int] = (), whole: Collection[int] = ()) -> None:
         self.layout, self.calls = layout, layout.calls
@@ -71,7 +72,6 @@ class TermReceiver(ABC):
         self._uses_to_come = dict[Part, int]()
         # Parts that were used several times.
         self._several = set[Part]()
-        self._look: Callable[[Any, Tensor], None] | None = None
         for call in layout.calls:
             parts = self._parts[id(call)] = {}
             for name in call.own:
@@ -83,16 +83,20 @@ class TermReceiver(ABC):
                     self._several.add(part)
                 self._uses_to_come[part] = self._uses_to_come.get(part, 0) + 1
 
-    def show_rows(self, look: Callable[[Any, Tensor], None]) -> None:
-        """From now on ``look`` is told (subject, gradient) of each use of a layer and of each boundary."""
-        self._look = look
+    def show_rows(self) -> None:
+        """From now on `look` is told of each use of a layer and each boundary."""
+        self._shows = True
         if self.calls and isinstance(last := self.calls[-1], FallbackCall):
-            last.region.watch = look
+            last.region.watch = self.look
+
+    @abstractmethod
+    def look(self, subject: Any, grad: Tensor) -> None:
+        """Sees the gradient of a subject, where rows are shown."""
 
     def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
-        if self._look is not None and not isinstance(call, FallbackCall):
-            self._look(call, grad)
+        if self._shows and not isinstance(call, FallbackCall):
+            self.look(call, grad)
         # Saved inputs still know their history; what is held must not keep that part of the graph alive.
         inputs = tuple(map(Tensor.detach, inputs))
         parts, regrouping = self._parts[id(call)], self.layout.regrouping.get(id(call))
@@ -200,12 +204,13 @@ class NormCollector(TermReceiver):
 
     def note_rows(self) -> None:
         """From now on the numbers of rows are noted, of layers and of boundaries."""
-        seen = self.seen = {}
+        self.seen = {}
+        self.show_rows()
 
-        def note(subject: Any, grad: Tensor) -> None:
-            seen[subject] = numbers(grad, self.layout.rows[subject].dim)
-
-        self.show_rows(note)
+    def look(self, subject: Any, grad: Tensor) -> None:
+        """See `TermReceiver.look`."""
+        assert self.seen is not None
+        self.seen[subject] = numbers(grad, self.layout.rows[subject].dim)
 
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
         for (owner, _), squared in zip(parts, pair.squared_norms(), strict=True):

@@ -6,7 +6,6 @@ each sum as soon as it is formed: of a parameter, or of some rows of one.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -292,19 +291,19 @@ class Reweighting(TermReceiver):
         seen: Mapping[Any, Any] | None = None, times: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(layout, without=done)
-        self._sums, self._add = sums, add
+        self._sums, self._add, self._seen, self._times = sums, add, seen, times
         self._sum_of_uses: dict[Part, Tensor] = {}  # so far, of parts that are used again
         self.off: list[Tensor] = []
         if seen is not None and times is not None:
-            self.show_rows(functools.partial(self._compare, seen, times))
+            self.show_rows()
 
-    def _compare(self, seen: Mapping[Any, Any], times: Tensor, subject: Any, grad: Tensor) -> None:
+    def look(self, subject: Any, grad: Tensor) -> None:
         """Holds the rows of a subject against what the first pass noted."""
-        if subject not in seen:
+        if self._seen is None or self._times is None or subject not in self._seen:
             return
         rows = self.layout.rows[subject]
-        owner = rows.owners(grad.shape[rows.dim] if grad.dim() else 1, len(times), grad.device)
-        found = compared(seen[subject], numbers(grad, rows.dim), times[owner], MARKS)
+        owner = rows.owners(grad.shape[rows.dim] if grad.dim() else 1, len(self._times), grad.device)
+        found = compared(self._seen[subject], numbers(grad, rows.dim), self._times[owner], MARKS)
         self.off.append(found.off.any())
 
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:

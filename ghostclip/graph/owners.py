@@ -252,7 +252,8 @@ class _Measured:
         wrong = off.any(0).any(1)
         if self.finite is not None and not isinstance(candidates[0][1].order, RowIndex):
             wrong |= (~base[:, 0].isfinite() & self.finite[owner]).any(1)
-        counts = base.new_zeros(len(base), self.examples).index_add_(1, owner, clear.all(0).to(base.dtype))
+        none = owner.new_zeros(len(base), self.examples)
+        counts = none.index_add_(1, owner, clear.all(0).to(none.dtype))
         zero = ~(base[:, 0].any(1) | now[:, :, 0].any(2).any(0))
         whole = clear.all(0).all(1)
         found = torch.stack([wrong, counts.count_nonzero(1), zero, loose.any(0).any(1), whole], 1).tolist()

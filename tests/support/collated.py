@@ -323,9 +323,15 @@ def dropped_and_filled_up(rows: list[Any]) -> Any:
     return default_collate([*kept, *(kept[place % len(kept)] for place in range(len(rows) - len(kept)))])
 
 
+def one_in_the_place_of_another(rows: list[Any]) -> Any:
+    order = torch.randperm(len(rows)).tolist()
+    return default_collate([rows[place] for place in [*order[:-1], order[0]]])
+
+
 MIXING |= {
     "users_rows_shuffled_by_torch": lambda: (*of_features(features, shuffled_by_torch)()[:3], USERS),
     "users_rows_shuffled_by_python": lambda: (*of_features(features, shuffled_by_python)()[:3], USERS),
+    "one_row_in_the_place_of_another": of_features(features, one_in_the_place_of_another),
     "rows_drawn_anew": of_features(features, drawn_anew),
     "rows_dropped_and_filled_up": of_features(features, dropped_and_filled_up),
 }

@@ -28,7 +28,7 @@ SIZES = (
     (5,), (2, 0, 4), (3, 3, 3, 3), (7, 1, 2, 2), (4, 2),
 )  # fmt: skip
 # What torch itself, or a helper of the model's, can't compute in bfloat16.
-WIDE_ONLY = ("bare complex product", "bias of distances 4", "windows")
+WIDE_ONLY = ("bare complex product", "bare turned by angles", "bias of distances 4", "windows")
 
 
 def _layer(case: Case) -> Program:

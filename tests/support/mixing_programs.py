@@ -157,7 +157,9 @@ BEHIND_A_MASK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "convolution": lambda h, own: h + (F.conv1d(h[:, :, None], h[:, :, None])[..., 0] * own).sum(1, keepdim=True),
     "repeated": lambda h, own: (h.repeat(len(h), 1).view(len(h), len(h), -1) * own[..., None]).sum(1),
     "repeated out of order": repeated_out_of_order,
-    "pairs in the other order": lambda h, own: (h[:, None] * own[..., None]).transpose(0, 1).sum(1),
+    "copies in the other order": lambda h, own: (
+        (h[:, None].expand(-1, len(h), -1).transpose(0, 1) * own[..., None]).sum(1)
+    ),
     "the first to all": lambda h, own: h + own[:, :1] * h[:1],
     "the one before": lambda h, own: h + own[:, :1] * F.pad(h, (0, 0, 1, 0))[:-1],
     "windows": windows,
