@@ -89,7 +89,6 @@ class LogicalStep:
             losses = piece.users.add_up(losses)
         try:
             with self._clipper.with_index(piece.batch_index, losses), self._sums.physical_batch(piece.more) as add:
-                passes.index.watch()
                 self._self_check.backward(losses)
                 if release.trace is not None:
                     release.trace.observe(losses)
