@@ -15,16 +15,27 @@ from ghostclip.graph.nodes import saved_dimensions
 __all__ = ["dim_after", "worked"]
 
 
-def dim_after(node: Any, word: str, slot: int, dim: int, more: int, worked: Collection[int]) -> int:
-    """Where the result, which has ``more`` dimensions, has what an input has in a dimension."""
-    # "Addbmm" adds up its products, so that the first dimension goes nowhere.
+def dim_after(node: Any, word: str, slot: int, dim: int, more: int, along: Collection[int]) -> int:
+    """The dimension of the result that has what an input has in ``dim``.
+
+    Args:
+        node, word: the operation.
+        slot: of the input.
+        dim: along which it doesn't work.
+        more: how many dimensions more the result has than the input; fewer, if negative.
+        along: those along which it works, as `worked` says.
+    """
+    # Of addbmm's factors the first dimension is added up: it becomes -1, which no result has.
     if word in op.POINTWISE or word == "Addbmm" or (word in op.PRODUCTS and slot < len(node.next_functions) - 2):
         return dim + more  # counted from the last, as in broadcasting
-    return dim - sum(each < dim for each in worked) if more < 0 else dim
+    return dim - sum(each < dim for each in along) if more < 0 else dim
 
 
 def worked(node: Any, word: str, slot: int, total: int) -> Collection[int]:
-    """Which of an input's ``total`` dimensions an operation reduces or mixes: of x in x @ w, the last."""
+    """Which of an input's ``total`` dimensions an operation reduces or mixes: of x in x @ w, the last.
+
+    All of them where it can't be said, so that the batch is measured.
+    """
     if getattr(node, "_saved_reduction", 0):  # a loss over all numbers
         return range(total)
     if word in op.POINTWISE:

@@ -33,6 +33,7 @@ __all__ = ["Movements", "movements"]
 EXACT, EXPONENTS = (torch.float32, torch.float64, torch.bfloat16), 16
 # The exponent of one example, beside which those of the others are small.
 ODD_POWER = 60
+# Stands for the rows of an input whose gradient was zero throughout when it was measured.
 ZERO = Rows(0, "zero")
 
 # Not Python's own, which users seed.

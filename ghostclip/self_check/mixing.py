@@ -34,8 +34,9 @@ __all__ = ["REMEDY_OF_KEPT", "MixingTest"]
 # How often a test is repeated, in random order with runs of the unchanged batch: it rules out losses that change from
 # call to call. Only a loss that is about to be refused is called so often.
 TOSSES = 40
-# Random halves of a batch whose collate function draws random numbers, besides the two that all others have.
-HALVES = 6
+# How many random parts, of half of its units, are tried of a batch whose collate function draws random numbers, besides
+# the two parts that are tried of any batch.
+MORE_PARTS = 6
 # Random choices of rows for which the same random numbers must be drawn.
 CHOICES = 16
 
@@ -182,9 +183,9 @@ class MixingTest:
         else:  # as augmentation in the loss function does, mostly of rows that have one size
             log.info("self-check: the loss function, or a model in eval mode, %s", UNTESTED)
         if trial.first.loaded.drew:
-            # Rows that come twice within a half, in the place of others of it, are seen in other halves only.
+            # A row that comes twice, in the place of another one, is seen where one of them is in a part, and one not.
             units = range(trial.rows.units)
-            parts = [*parts, *(trial.rows.places(self._dice.sample(units, len(units) // 2)) for _ in range(HALVES))]
+            parts = [*parts, *(trial.rows.places(self._dice.sample(units, len(units) // 2)) for _ in range(MORE_PARTS))]
         for part in parts:
             test = partial(self._copies_move, part=part)
             if test(trial):
