@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def select(
     step = SampledGaussian(sample_rate, noise_multiplier, positive_int(steps=steps))
     noisy = [SampledGaussian(1.0, score.noise_multiplier)] if isinstance(score, NoisyScore) else []
     event = Selection((step, *noisy), expected_runs, distribution)
-    delta, draw = open_fraction(delta=delta), partial(_drawn, event, len(candidates))
+    delta, draw = open_fraction(delta=delta), functools.partial(_drawn, event, len(candidates))
     released = Before(before, private=True)
     run = _Run(train, score, [step, *released.events.values()], delta)
     charged: list[Event] = [event, *released.events.values()]
@@ -221,13 +221,20 @@ class _Run:
         with asking(self.score):
             return result, float(self.score(result))
 
+    @functools.cached_property
+    def _agreed(self) -> float:
+        """Epsilon of what is charged."""
+        return accounting.epsilon_of(self.charged, delta=self.delta)
+
     def _check(self, spent: Sequence[Event]) -> None:
+        if not spent:  # by engines: another library may have trained, or nothing did
+            return
         kinds = {(event.relation, event.unit) for event in [*spent, *self.charged]}
         if len(kinds) == 1:
-            found, agreed = (accounting.epsilon_of(events, delta=self.delta) for events in (spent, self.charged))
-            if found <= agreed * (1.0 + ROUNDING):
+            found = accounting.epsilon_of(spent, delta=self.delta)
+            if found <= self._agreed * (1.0 + ROUNDING):
                 return
-            more = f"spent epsilon {found:.4g} at delta {self.delta:g}, and {agreed:.4g} is charged for a run"
+            more = f"spent epsilon {found:.4g} at delta {self.delta:g}, and {self._agreed:.4g} is charged for a run"
         else:
             more = "protect something else than what is charged, the presence of one example"
         happened = "; ".join(map(accounting.steps, spent))

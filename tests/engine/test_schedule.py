@@ -154,6 +154,7 @@ def test_within_a_loop_a_failed_batch_keeps_charges_and_terms_together() -> None
 @pytest.mark.parametrize("failed", [0, 1, 2, 4])
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*replaced by:UserWarning", "ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.usefixtures("coarse_losses")
 def test_a_failed_batch_takes_no_step_from_its_stage(failed: int, workers: int) -> None:
     """Of each stage as many steps are taken as it has, and all that are planned."""
     data = DataLoader(runs.data(SIZE, torch.float64), 4, num_workers=workers)

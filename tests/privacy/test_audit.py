@@ -237,6 +237,7 @@ def test_scores_by_turns_are_log_likelihood_ratios_of_what_is_released(name):
 @pytest.mark.parametrize("batch_size", [50, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sampling", [*BY_TURNS.values(), {"sampling": "poisson"}], ids=[*BY_TURNS, "independent"])
 @pytest.mark.one_in(3)
+@pytest.mark.usefixtures("coarse_losses")
 def test_one_run_by_turns_is_held_against_the_engine_s_epsilon_and_finds_a_bug(monkeypatch, sampling, batch_size):
     # So many steps that hardly any canary isn't sampled in one of them: one that never is can only be guessed wrong.
     options = {"draws": 0, "canaries": 100, "batch_size": batch_size, "steps": 36, "noise_multiplier": 2.0, **sampling}

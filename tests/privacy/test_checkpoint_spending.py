@@ -248,6 +248,7 @@ def test_extra_objects_must_be_the_same(tmp_path: Path) -> None:
             engine.save(tmp_path / "x", extra=wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("coarse_losses")
 @pytest.mark.parametrize("way", ["a folder", "a state"])
 def test_steps_whose_losses_nothing_tested_stay_untested(way: str, tmp_path: Path) -> None:
     """In each later engine, whose own tests are of other steps; what older versions saved doesn't tell."""

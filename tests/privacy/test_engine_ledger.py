@@ -255,6 +255,7 @@ def test_steps_taken_without_the_ledger_are_in_it_once_the_training_goes_on_with
         alone.save(saved)
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_steps_that_are_taken_in_leave_fewer_of_a_block_that_was_reserved(path: Path) -> None:
     alone = stepped(engine_for(None), 5)
     most = stepped(engine_for(None), 8).epsilon(delta=PRIVATE["target_delta"])

@@ -389,6 +389,7 @@ def trained(*engines: dict[str, Any]) -> Callable[[Any], dict[str, torch.Tensor]
     ],
 )
 @pytest.mark.usefixtures("five")
+@pytest.mark.usefixtures("coarse_losses")
 def test_a_run_that_spends_more_than_is_charged_is_refused_before_its_score(
     engines: list[dict[str, Any]], spent: str
 ) -> None:
@@ -399,6 +400,7 @@ def test_a_run_that_spends_more_than_is_charged_is_refused_before_its_score(
 
 
 @pytest.mark.usefixtures("five")
+@pytest.mark.usefixtures("coarse_losses")
 def test_a_run_that_spends_what_is_charged_or_less_is_accepted() -> None:
     for engine in ({"noise_multiplier": 1.3}, {"noise_multiplier": 1.5}):
         best = Trainings().select(None, train=trained(engine), score=lambda _: 1.0, **RUN)
@@ -406,6 +408,7 @@ def test_a_run_that_spends_what_is_charged_or_less_is_accepted() -> None:
 
 
 @pytest.mark.usefixtures("five")
+@pytest.mark.usefixtures("coarse_losses")
 def test_what_was_released_before_is_charged_once_beside_the_search(path: Path) -> None:
     released = ghostclip.private_mean(FEATURES, noise_multiplier=4.0)
     train = trained({"noise_multiplier": 1.3, "before": [released]})
