@@ -26,6 +26,8 @@ def dim_after(node: Any, word: str, slot: int, dim: int, more: int, along: Colle
         along: those along which it works, as `worked` says.
     """
     # Of addbmm's factors the first dimension is added up: it becomes -1, which no result has.
+    if word in op.BY_CHANNEL and slot:  # weights [channels]
+        return dim + 1
     if word in op.POINTWISE or word == "Addbmm" or (word in op.PRODUCTS and slot < len(node.next_functions) - 2):
         return dim + more  # counted from the last, as in broadcasting
     return dim - sum(each < dim for each in along) if more < 0 else dim
@@ -50,7 +52,7 @@ def worked(node: Any, word: str, slot: int, total: int) -> Collection[int]:
     if word in op.FIRST:
         return range(1 if slot == 0 or word in op.CELLS else 0, total)
     if word in op.BY_CHANNEL and slot:
-        return range(total)
+        return ()
     if word in op.BY_CHANNEL:  # F.instance_norm has the examples among the channels, of a batch of one
         return {0, *range(2, total)} if node._saved_training else ()
     if word == "Cdist" and slot:  # whose rows are columns of the result
