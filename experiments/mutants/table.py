@@ -1186,7 +1186,7 @@ COMPILED = [
     Mutant(
         "what a module holds is no part of a graph's key",
         "ghostclip/compiled/signature.py",
-        "            objects += own.values()\n",
+        "            objects += (type(module), type(module).forward, *own.values())\n",
         "",
         KEYS,
     ),
@@ -1207,8 +1207,8 @@ COMPILED = [
     Mutant(
         "a graph's key is of the sensitivity alone",
         "ghostclip/compiled/clip.py",
-        "policy = (self.passes.clipping.sensitivity, *settings_of(self.passes.clipping, kept))",
-        "policy = self.passes.clipping.sensitivity",
+        "settings, objects = settings_of(self.passes.clipping)",
+        "settings, objects = (), []",
         KEYS,
     ),
     Mutant(
@@ -1277,7 +1277,7 @@ COMPILED = [
     Mutant(
         "an index that is computed from the batch is a constant of a graph",
         "ghostclip/native/custom_ops.py",
-        'if node.op == "placeholder" or ',
+        'if node.op != "call_function" or ',
         "if ",
         BRANCHES,
     ),
@@ -1319,7 +1319,7 @@ COMPILED = [
     Mutant(
         "a model that changes itself is compiled",
         "ghostclip/compiled/clip.py",
-        "if (self.state.now(), function_key(loss_fn)[0]) != before:",
+        "if self._now(loss_fn) != before:",
         "if before is None:",
         KEYS,
     ),
@@ -4553,8 +4553,145 @@ USED = [
     ),
 ]
 
+CHANGING = ("tests/clipper/test_compiled_changes.py",)
+GRAPHS = [
+    Mutant(
+        "a branch on how many entries are picked is built into a graph",
+        "ghostclip/compiled/region.py",
+        "SHOWING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}",
+        "SHOWING = {torch.Tag.data_dependent_output}",
+        CHANGING,
+    ),
+    Mutant(
+        "the number of a tensor that is no input is built into a graph",
+        "ghostclip/compiled/region.py",
+        "if not own and picking and not SHOWING",
+        "if func is not torch.ops.aten._local_scalar_dense.default and not own and picking and not SHOWING",
+        CHANGING,
+    ),
+    Mutant(
+        "a number that was copied into a tensor counts as made by the forward",
+        "ghostclip/compiled/region.py",
+        "            self._made.clear()\n",
+        "            pass\n",
+        CHANGING,
+    ),
+    Mutant(
+        "numbers that a forward makes of sizes are refused",
+        "ghostclip/compiled/region.py",
+        "own = func is torch.ops.aten.lift_fresh.default or all(id(each) in self._made for each in given)",
+        "own = False",
+        CHANGING,
+    ),
+    Mutant(
+        "an index that a graph reads anew is a constant of it",
+        "ghostclip/native/custom_ops.py",
+        "    if first is None:\n        return None\n    nodes, stack = set[Any](), [first]",
+        "    nodes, stack = set[Any](), [] if first is None else [first]",
+        CHANGING,
+    ),
+    Mutant(
+        "a change ends the graph of one size alone",
+        "ghostclip/compiled/clip.py",
+        "[*self._plans.values()], reason",
+        "[plan], reason",
+        CHANGING,
+    ),
+    Mutant(
+        "a graph's error is the user's",
+        "ghostclip/compiled/clip.py",
+        "        except Exception as error:  # a tensor that it reads",
+        "        except ZeroDivisionError as error:  # a tensor that it reads",
+        CHANGING,
+    ),
+    Mutant(
+        "properties of a loss's object are no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        "        return getattr(owner, name)\n",
+        "        return None\n",
+        CHANGING,
+    ),
+    Mutant(
+        "what properties read is no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        "return value.fget if isinstance(value, property) else",
+        "return None if isinstance(value, property) else",
+        CHANGING,
+    ),
+    Mutant(
+        "what super() reads is no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        'attributes += code.co_names if "super" in names else ()',
+        "attributes += ()",
+        CHANGING,
+    ),
+    Mutant(
+        "a class method's class is no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        "kind: Any = owner if isinstance(owner, type) else type(owner)",
+        "kind: Any = type(owner)",
+        CHANGING,
+    ),
+    Mutant(
+        "the modes of a loss's modules are no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        "            each.training,\n",
+        "",
+        CHANGING,
+    ),
+    Mutant(
+        "what a loss's modules hold is no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        "            *map(id, held),\n",
+        "",
+        CHANGING,
+    ),
+    Mutant(
+        "what a loss reads of the model is no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        "if model is not None and isinstance(own, FunctionType):",
+        "if False:",
+        CHANGING,
+    ),
+    Mutant(
+        "keys of a model's dicts are no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        "                    settings.append((*inside,))\n",
+        "                    pass\n",
+        CHANGING,
+    ),
+    Mutant(
+        "numbers of a model's class are no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        "                    settings.append(_part(value, self.kept, 0))\n",
+        "                    pass\n",
+        CHANGING,
+    ),
+    Mutant(
+        "numbers of a policy of one's own are no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        "if isinstance(policy, Clamped) else [policy]",
+        "if False else [policy]",
+        CHANGING,
+    ),
+    Mutant(
+        "what is global is no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        "return not isinstance(value, type | ModuleType) and",
+        "return type(value) in PLAIN and",
+        CHANGING,
+    ),
+    Mutant(
+        "random generators of one's own are not looked at",
+        "ghostclip/compiled/clip.py",
+        "states_of([*self.state.objects, *kept])",
+        "None",
+        CHANGING,
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
     *SAME, *WITHIN, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *OF_COMPANY, *AROUND_THE_BATCH,
-    *DIFFERENTIATED_TWICE, *BY_MARKS, *CHOSEN_PRIVATELY, *NOISE_OVER_STEPS, *USED,
+    *DIFFERENTIATED_TWICE, *BY_MARKS, *CHOSEN_PRIVATELY, *NOISE_OVER_STEPS, *USED, *GRAPHS,
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,10 +19,18 @@ from ghostclip.clipper.gradient_guard import with_hook
 from ghostclip.clipper.random_states import drawing_from, random_states
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.clipper.trial import without_trace
-from ghostclip.compiled.region import Blindfold, Region, trace
-from ghostclip.compiled.signature import CompileRequest, ModelState, capacity_for, function_key, pad, settings_of
-from ghostclip.compiled.trace_friendly import Clipped, learn, trace_friendly
-from ghostclip.compiled.trial import TRIALS, Trial, difference, timed, with_other_masks
+from ghostclip.compiled.region import Region, blindfolded, trace
+from ghostclip.compiled.signature import (
+    CompileRequest,
+    ModelState,
+    capacity_for,
+    function_key,
+    pad,
+    settings_of,
+    states_of,
+)
+from ghostclip.compiled.trace_friendly import Clipped, learn, steps_through_time, trace_friendly
+from ghostclip.compiled.trial import TRIALS, Trial, difference, in_a_line, timed, with_other_masks
 from ghostclip.errors import RowsMovedError
 from ghostclip.native.custom_ops import as_compiled
 from ghostclip.native.notices import slow_work
@@ -158,7 +166,11 @@ class CompiledClip:
             return self.eager(loss_fn, batch)
         if plan.trial.left:
             return self._try(plan, loss_fn, batch, asked, plan.trial)
-        found = plan.run(asked, self.keep_rows(asked))
+        try:
+            found = plan.run(asked, self.keep_rows(asked))
+        except Exception as error:  # a tensor that it reads isn't of the shape or type that it had
+            self._end([plan], in_a_line(error))
+            return self.eager(loss_fn, batch)
         plan.runs_without_result = 0 if found is not None else plan.runs_without_result + 1
         if plan.runs_without_result == MOST_WITHOUT_RESULT:
             self._replace_graph(asked.key, plan)
@@ -170,11 +182,17 @@ class CompiledClip:
             self._replaced.add(key)
             del self._plans[key]
             return
-        plan.region = None
-        self.refuse(
+        self._end(
+            [plan],
             f"in each of {MOST_WITHOUT_RESULT} batches in a row some loss or norm wasn't finite, or a gradient came "
-            "where there was none when the graph was made"
+            "where there was none when the graph was made",
         )
+
+    def _end(self, plans: Iterable[GraphPlan], reason: str) -> None:
+        """From now on batches of these plans run eagerly, for a reason."""
+        for plan in plans:
+            plan.region = None
+        self.refuse(reason)
 
     def _is_due(self, plan: GraphPlan) -> bool:
         """Whether a batch runs eagerly, too, for ownership to be measured, which no graph does, and sums compared."""
@@ -209,15 +227,15 @@ class CompiledClip:
         leaves, structure, examples = found
         size = capacity_for(examples, self.expected, self.largest)
         try:
-            function, kept = function_key(loss_fn)
+            function, kept = function_key(loss_fn, self.model)
         except Exception as error:  # of a property, or another attribute that runs code
-            self._say_once(f"the loss function can't be told from others: {_in_a_line(error)}")
+            self._say_once(f"the loss function can't be told from others: {in_a_line(error)}")
             return None
-        shapes = tuple((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves)
-        # A policy's numbers are built into the graph; noise follows what they are now.
-        policy = (self.passes.clipping.sensitivity, *settings_of(self.passes.clipping, kept))
+        shapes = tuple((type(leaf), leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves)
+        settings, objects = settings_of(self.passes.clipping)
+        kept += objects
         # Of torch 2.6, structures have no hash.
-        key = (size, shapes, str(structure), function, policy, self.state.key())
+        key = (size, shapes, str(structure), function, self.passes.clipping.sensitivity, settings, self.state.key())
         return CompileRequest(key, [pad(leaf.detach(), size) for leaf in leaves], structure, examples, kept)
 
     @property
@@ -255,7 +273,7 @@ class CompiledClip:
 
     def obstacle(self, loss_fn: LossFunction, asked: CompileRequest) -> str | None:
         """Why there can be no graph of this batch; where there can, its strategies are measured after this."""
-        if (reason := _step_by_step(self.model)) is not None:
+        if (reason := steps_through_time(self.model)) is not None:
             return reason
         if (name := self.state.hooked()) is not None:
             return f"hooks of {name} want to be called at each step"
@@ -266,19 +284,24 @@ class CompiledClip:
                 "float32 products are allowed to round (torch.set_float32_matmul_precision, or torch.backends), and a "
                 'graph has norms among its products; set them to "highest" to compile'
             )
-        before, versions = (self.state.now(), function_key(loss_fn)[0]), [leaf._version for leaf in asked.leaves]
+        before, versions = self._now(loss_fn), [leaf._version for leaf in asked.leaves]
         _, *generators = random_states()
         losses = loss_fn(self.model, tree_unflatten(asked.leaves, asked.structure))
         if [leaf._version for leaf in asked.leaves] != versions:
             return "the forward or the loss changes the batch in place, which a second run would do again"
         if [*random_states()[1:]] != generators:
             return "the forward or the loss draws from NumPy's or Python's generator, which a graph would not"
-        if (self.state.now(), function_key(loss_fn)[0]) != before:
+        if self._now(loss_fn) != before:
             return (
                 "the forward changes the model's buffers, attributes or parameters, or the loss what it is "
                 "bound to: it depends on something besides the batch, the parameters and torch's random numbers"
             )
         return learn(self.passes, losses, self.expected is not None)
+
+    def _now(self, loss_fn: LossFunction) -> Any:
+        """Another one as soon as a forward has changed something that the model or the loss function has."""
+        key, kept = function_key(loss_fn, self.model)
+        return self.state.now(), key, states_of([*self.state.objects, *kept])
 
     def _say_once(self, reason: str) -> None:
         if reason not in self.refusals:
@@ -302,7 +325,7 @@ class CompiledClip:
                 if (reason := self.obstacle(loss_fn, asked)) is None:
                     plan = self._graph(loss_fn, asked)
         except Exception as error:  # whatever the compiler stumbles over, the eager step is there
-            reason = _in_a_line(error)
+            reason = in_a_line(error)
         if self.passes.is_open:
             return None
         self._failures = 0 if reason is None else self._failures + 1
@@ -315,7 +338,7 @@ class CompiledClip:
         plan = GraphPlan([*asked.kept, *self.state.objects, *self.state.kept], held)
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-            with Blindfold():
+            with blindfolded():
                 losses = loss_fn(self.model, tree_unflatten(list(inputs[len(held) : -1]), asked.structure))
             fine, result = trace_friendly(self.passes, losses, inputs[-1])
             vectors, plan.structure = tree_flatten((result.losses, result.norms, result.weights))
@@ -342,8 +365,8 @@ class CompiledClip:
         if reason is None and (begins or incomparable):
             reason = self._try_others(plan, loss_fn, asked, masks=begins)
         if reason is not None:
-            plan.region = None
-            self.refuse(reason)
+            # What changed after the trials of one graph changed for all.
+            self._end([plan] if trial is plan.trial else [*self._plans.values()], reason)
         return expected
 
     def _try_others(self, plan: GraphPlan, loss_fn: LossFunction, asked: CompileRequest, masks: bool) -> str | None:
@@ -369,22 +392,9 @@ class CompiledClip:
             with torch.no_grad(), drawing_from(states):
                 found, compiled = timed(lambda: plan.run(asked, self.keep_rows(asked)))
         except Exception as failure:
-            found, compiled, reason = None, float("inf"), _in_a_line(failure)
+            found, compiled, reason = None, float("inf"), in_a_line(failure)
         expected, taken = timed(lambda: self.eager(loss_fn, batch))
         # Padding shifts which random number is whose, so that only whole batches of a random model can be compared.
         comparable = found is not None and (asked.examples == asked.key[0] or random_states() == states)
         error = difference(found.sums, expected.sums) if found is not None and comparable else 0.0
         return expected, reason or trial.note(compiled, taken, error, expected.losses.dtype)
-
-
-def _in_a_line(error: Exception) -> str:
-    """An error's type and the first line of what it says."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-
-
-def _step_by_step(model: nn.Module) -> str | None:
-    """A layer that goes through time step by step: a graph of every step takes minutes to compile, and is slower."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.LSTM) and module.proj_size and any(p.requires_grad for p in module.parameters()):
-            return f"{name or 'the model'} is an LSTM with projections, whose time steps would be compiled one by one"
-    return None

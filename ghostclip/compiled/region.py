@@ -10,19 +10,21 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.precision import full_precision
 
-__all__ = ["Blindfold", "Region", "trace"]
+__all__ = ["Region", "blindfolded", "trace"]
 
 log = logging.getLogger("ghostclip")
 
@@ -31,6 +33,8 @@ LOOKS = {
     Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__repr__, Tensor.__format__,
     Tensor.storage,
 }  # fmt: skip
+# What operations are called that show a number, or as many entries as a condition picks.
+SHOWING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 LOOKS_AT_VALUES = "the forward or the loss looks at values of its tensors"
 
 
@@ -141,13 +145,47 @@ def _written_down(step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tens
         raise
 
 
-class Blindfold(TorchFunctionMode):
+@contextmanager
+def blindfolded() -> Iterator[None]:
     """Inside, a forward that looks at a tensor's values raises: a graph would have them built in for good."""
+    with _NoMethods(), _NoNumbers():
+        yield
 
+
+class _NoMethods(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in LOOKS:
             raise UnsupportedModelError(LOOKS_AT_VALUES)
         return func(*args, **(kwargs or {}))
+
+
+class _NoNumbers(TorchDispatchMode):
+    """Python is shown no number of a tensor, and no size that depends on one, as that of ``x[mask]``.
+
+    Numbers of tensors that the forward makes from sizes and constants of its own, as ``torch.tensor(x.shape[1])``, are
+    the same in every run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, Tensor] = {}  # such tensors, by their ids
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        own = func is torch.ops.aten.lift_fresh.default or all(id(each) in self._made for each in given)
+        picking = func is not torch.ops.aten.index.Tensor or _has_mask(args[1])
+        if not own and picking and not SHOWING.isdisjoint(func.tags):
+            raise UnsupportedModelError(f"{LOOKS_AT_VALUES} ({func})")
+        found = func(*args, **(kwargs or {}))
+        if own and torch.Tag.nondeterministic_seeded not in func.tags:
+            self._made.update((id(each), each) for each in tree_leaves(found) if isinstance(each, Tensor))
+        elif func._schema.is_mutable:  # something else may have been written into one of them
+            self._made.clear()
+        return found
+
+
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _constants(graph: GraphModule) -> list[Any]:

@@ -7,23 +7,32 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ghostclip.clipper.forwards import CallHook
+from ghostclip.clipping.choice import Clamped
 
-__all__ = ["CompileRequest", "ModelState", "capacity_for", "function_key", "pad", "settings_of"]
+__all__ = ["CompileRequest", "ModelState", "capacity_for", "function_key", "pad", "settings_of", "states_of"]
 
 # Values that are told by their types and what they print as.
 PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 # Containers of so many values, and so deep, are told by what is in them.
 FEW, DEPTH = 32, 4
+# Random generators of one's own, and what reads their states.
+GENERATORS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (random.Random, random.Random.getstate),
+    (np.random.Generator, lambda generator: generator.bit_generator.state),
+    (np.random.RandomState, np.random.RandomState.get_state),
+)
 # What a module calls besides its forward, and what else it has in dictionaries.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTENTS = ("_parameters", "_buffers", "_modules", *HOOKS)
@@ -78,7 +87,7 @@ def pad(leaf: Tensor, size: int) -> Tensor:
     """
     missing = size - leaf.shape[0]
     padded = leaf if missing == 0 else torch.cat([leaf, leaf[:1].expand(missing, *leaf.shape[1:])])
-    return padded.contiguous()
+    return padded.resolve_conj().contiguous()
 
 
 class ModelState:
@@ -98,7 +107,7 @@ class ModelState:
         self._modules: list[nn.Module] = []
         self.held: list[Tensor] = []
         self.objects: list[Any] = []
-        self.kept: list[Any] = []
+        self.kept = Kept()
         self._settings: list[Any] = []
         self._key: tuple = ()
         self.key()
@@ -111,7 +120,7 @@ class ModelState:
             self._modules = list(self._model.modules())
             self.held = [*self._model.parameters(), *self._model.buffers()]
             self.objects, self._settings = self._seen()
-            self.kept = []
+            self.kept = Kept()
             self._key = (*[_described(module, self.kept) for module in self._modules], *self._settings)
         return self._key
 
@@ -121,10 +130,10 @@ class ModelState:
 
     def _seen(self) -> tuple[list[Any], list[Any]]:
         """All objects that modules hold, and what a graph has built in besides."""
-        objects: list[Any] = []
+        objects, settings = list[Any](), list[Any]()
         for module in self._modules:
             own = vars(module)
-            objects += own.values()
+            objects += (type(module), type(module).forward, *own.values())
             for name in CONTENTS:
                 if inside := own.get(name):
                     objects += inside.values()
@@ -132,9 +141,13 @@ class ModelState:
                 inside = own.get(name)
                 if type(inside) is dict and len(inside) <= FEW:
                     objects += inside.values()
+                    settings.append((*inside,))
                 elif type(inside) is list and len(inside) <= FEW:
                     objects += inside
-        settings: list[Any] = [_has_global_hooks(), torch.are_deterministic_algorithms_enabled()]
+                    settings.append(len(inside))
+                elif name not in own and type(value := getattr(type(module), name, None)) in PLAIN:
+                    settings.append(_part(value, self.kept, 0))
+        settings += (_has_global_hooks(), torch.are_deterministic_algorithms_enabled())
         for kind in ("cpu", "cuda"):
             settings += (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for tensor in self.held:
@@ -162,65 +175,135 @@ def _has_global_hooks() -> bool:
     return any(getattr(torch_module, f"_global_{name}") for name in names)
 
 
-def _described(module: nn.Module, kept: list[Any]) -> tuple:
+def _described(module: nn.Module, kept: Kept) -> tuple:
     """Plain attributes by their values, short containers that the forward reads by what is in them, others by ids."""
     own, read = vars(module), _names_read_by_forward(module)
     parts = [(name, _part(value, kept, int(name in read))) for name, value in own.items()]
     inside = [(kind, name, id(value)) for kind in CONTENTS for name, value in own.get(kind, {}).items()]
-    return (id(module), type(module), *parts, *inside)
+    return (id(module), type(module), id(type(module).forward), *parts, *inside)
 
 
-def function_key(function: Callable[..., Any]) -> tuple[tuple, list[Any]]:
+class Kept(list[Any]):
+    """What a key was made of, so that no id in it is used again.
+
+    Attributes:
+        model: whose state has a key of its own; None where there is none.
+        modules: ids of those that are in the key.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.modules = set[int]()
+
+
+def function_key(function: Callable[..., Any], model: nn.Module | None = None) -> tuple[tuple, list[Any]]:
     """A key equal for functions that do the same, and what must be kept alive while it is in use.
 
     A lambda written in a loop is a new object each time round; its code and what it closes over tell it.
+
+    Args:
+        function: (model, batch) -> losses.
+        model: that it gets. What the function reads of it by its methods is in the key; its modules are not.
     """
-    kept: list[Any] = []
-    return _called(function, kept, DEPTH), kept
+    kept = Kept(model)
+    key = _called(function, kept, DEPTH)
+    own, place = getattr(function, "__func__", function), int(isinstance(function, MethodType))
+    if model is not None and isinstance(own, FunctionType):
+        key = (*key, *_read_by(own, model, kept, DEPTH, place))
+    return key, kept
 
 
-def _called(function: Any, kept: list[Any], depth: int) -> tuple:
+def _called(function: Any, kept: Kept, depth: int) -> tuple:
     """What a callable does: by its code and all that is bound to it, or by its identity and its plain attributes."""
     if isinstance(function, functools.partial):
         bound = [function.func, function.args, function.keywords]
         return (functools.partial, *[_part(each, kept, depth) for each in bound])
     if isinstance(function, MethodType):
-        return (_called(function.__func__, kept, depth), *_read_by(function.__func__, function.__self__, kept, depth))
+        owner = function.__self__
+        whole = _module(owner, kept) if isinstance(owner, nn.Module) else ()
+        return (_called(function.__func__, kept, depth), whole, *_read_by(function.__func__, owner, kept, depth))
     if isinstance(function, FunctionType):
         code, names = function.__code__, function.__globals__
         kept += (code, names)
         bound = [cell.cell_contents if cell != CellType() else cell for cell in function.__closure__ or ()]
         bound += [function.__defaults__, function.__kwdefaults__, vars(function)]
-        bound += [names[name] for name in _reads(code)[1] if name in names and type(names[name]) in PLAIN]
-        return (id(code), id(names), *[_part(each, kept, depth) for each in bound])
+        bound += [names[name] for name in _reads(code)[1] if name in names and _is_own(names[name], names)]
+        parts = [(_part(each, kept, depth), *_numbers(each, code)) for each in bound]
+        return (id(code), id(names), *parts)
+    if isinstance(function, nn.Module):
+        return _module(function, kept)
     own = getattr(function, "__dict__", {}).items() if depth == DEPTH and not isinstance(function, type) else ()
     plain = [(name, _part(value, kept, 0)) for name, value in own if type(value) in PLAIN]
-    return (*plain, *_read_by(_method_of(type(function)), function, kept, depth))
+    return (*plain, *_read_by(type(function).__call__, function, kept, depth))
 
 
-def _method_of(kind: type) -> Any:
-    """The method that runs where an object of this class is called."""
-    return getattr(kind, "forward" if issubclass(kind, nn.Module) else "__call__", None)
+def _is_own(value: Any, names: dict[str, Any]) -> bool:
+    """Whether a global value is no module, class or function from elsewhere, which don't change as a rule."""
+    return not isinstance(value, type | ModuleType) and getattr(value, "__globals__", names) is names
 
 
-def _read_by(method: Any, owner: Any, kept: list[Any], depth: int) -> list[Any]:
+def _module(module: nn.Module, kept: Kept) -> tuple:
+    """All modules in a module: classes, modes, tensors and hooks, and what their forwards read besides."""
+    kept.append(module)
+    if module is kept.model or id(module) in kept.modules:
+        return (id(module),)
+    kept.modules.add(id(module))
+    parts: list[Any] = []
+    for each in module.modules():
+        held = [value for kind in CONTENTS for value in (vars(each).get(kind) or {}).values()]
+        kept += (*held, type(each).forward)
+        parts += (
+            type(each),
+            id(type(each).forward),
+            each.training,
+            *map(id, held),
+            *_read_by(type(each).forward, each, kept, DEPTH),
+        )
+    return tuple(parts)
+
+
+def _read_by(method: Any, owner: Any, kept: Kept, depth: int, place: int = 0) -> list[Any]:
     """An object by its identity, and by those of its attributes that the code of one of its methods reads.
 
-    Others, as a counter of steps, may change without another graph.
+    Others, as a counter of steps, may change without another graph. Of a module's modules `_module` knows all.
+
+    Args:
+        method, owner: the method and its object.
+        kept, depth: see `_part`.
+        place: of the object among the method's arguments.
     """
     kept.append(owner)
     parts: list[Any] = [id(owner)]
+    kind: Any = owner if isinstance(owner, type) else type(owner)
     own = {} if isinstance(owner, type) else dict(getattr(owner, "__dict__", {}))
     for inside in ("_parameters", "_buffers", "_modules") if isinstance(owner, nn.Module) else ():
         own |= own[inside]
-    kind: Any = type(owner)
-    for name in _names_read(method, kind):
-        value = own.get(name, getattr(kind, name, None))
+    for name in _names_read(method, kind, place):
+        value = own[name] if name in own else _of_class(owner, kind, name)
         if name in own or type(value) in PLAIN:
-            # Of a module no more than what its own forward reads: deep ones would take long at every step.
-            inner = max(depth - 1, 0) if not isinstance(value, nn.Module) else min(depth, 1)
-            parts.append((name, _part(value, kept, inner)))
+            inner = 0 if isinstance(owner, nn.Module) and isinstance(value, nn.Module) else max(depth - 1, 0)
+            parts.append((name, _part(value, kept, inner), *_numbers(value, getattr(method, "__code__", None))))
     return parts
+
+
+def _numbers(value: Any, code: CodeType | None) -> list[Any]:
+    """Plain attributes of an object of some other class that code reads of anything, as ``args.beta``."""
+    own = None if isinstance(value, type | nn.Module) else getattr(value, "__dict__", None)
+    if code is None or type(own) is not dict:
+        return []
+    return [(name, _part(own[name], Kept(), 0)) for name in code.co_names if type(own.get(name, own)) in PLAIN]
+
+
+def _of_class(owner: Any, kind: Any, name: str) -> Any:
+    """An attribute that an object has by its class; a property's value, as Lightning's ``self.current_epoch``."""
+    value = getattr(kind, name, None)
+    if not isinstance(value, property) or isinstance(owner, type):
+        return value
+    try:
+        return getattr(owner, name)
+    except Exception:  # of any kind: it isn't there yet
+        return None
 
 
 def _names_read_by_forward(module: nn.Module) -> tuple[str, ...]:
@@ -229,24 +312,36 @@ def _names_read_by_forward(module: nn.Module) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_read(method: Any, kind: Any) -> tuple[str, ...]:
-    """The attributes of an object of a class that a method of it, and methods that it calls, read of it."""
+def _names_read(method: Any, kind: Any, place: int = 0) -> tuple[str, ...]:
+    """The attributes of an object of a class that a method of it, and methods that it calls, read of it.
+
+    ``place`` is that of the object among the method's arguments.
+    """
     found, left, seen = list[str](), [method], list[Any]()
     while left:
         one = left.pop()
         if not isinstance(one, FunctionType) or one in seen:
             continue
+        names = _reads(one.__code__, 0 if seen else place)[0]
         seen.append(one)
-        found += _reads(one.__code__)[0]
-        left += [getattr(kind, name, None) for name in _reads(one.__code__)[0]]
+        found += names
+        left += [_function(vars(base)[name]) for name in names for base in kind.__mro__ if name in vars(base)]
     return tuple(dict.fromkeys(found))
 
 
+def _function(value: Any) -> Any:
+    """The function of a property or of a method of the class; any other value as it is."""
+    return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+
+
 @functools.lru_cache(maxsize=4096)
-def _reads(code: CodeType) -> tuple[list[str], list[str]]:
-    """Names of attributes that code reads of its first argument, and of globals, also in lambdas and generators."""
+def _reads(code: CodeType, place: int = 0) -> tuple[list[str], list[str]]:
+    """Names of attributes that code reads of an argument, and of globals, also in lambdas and generators.
+
+    Where there is ``super()``, names of attributes are all that the code reads of anything.
+    """
     attributes, names, before = list[str](), list[str](), None
-    own = code.co_varnames[0] if code.co_argcount else None
+    own = code.co_varnames[place] if code.co_argcount > place else None
     for step in dis.get_instructions(code):
         if step.opname == "LOAD_GLOBAL":
             names.append(step.argval)
@@ -254,6 +349,7 @@ def _reads(code: CodeType) -> tuple[list[str], list[str]]:
             attributes.append(step.argval)
         before = step.argval if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else None
         before = before[-1] if isinstance(before, tuple) else before  # of two loads in one
+    attributes += code.co_names if "super" in names else ()
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             names += _reads(inner)[1]
@@ -271,7 +367,7 @@ def _read_of(code: CodeType, name: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _part(value: Any, kept: list[Any], depth: int) -> Any:
+def _part(value: Any, kept: Kept, depth: int) -> Any:
     """A plain value with its type (True isn't 1, nor 0.0 what -0.0 is), what a container holds, or an object's id."""
     kind = type(value)
     if kind in PLAIN:
@@ -286,6 +382,14 @@ def _part(value: Any, kept: list[Any], depth: int) -> Any:
     return id(value)
 
 
-def settings_of(policy: Any, kept: list[Any]) -> tuple:
-    """The numbers of a clipping policy, which a graph has built in; objects among them are added to ``kept``."""
-    return (type(policy), *[_part(each, kept, DEPTH) for each in getattr(policy, "__dict__", {}).items()])
+def settings_of(policy: Any) -> tuple[tuple, list[Any]]:
+    """The numbers of a clipping policy, which a graph has built in, and what must be kept alive for them."""
+    kept = Kept()
+    policies = [policy, policy.policy] if isinstance(policy, Clamped) else [policy]
+    own = [(type(each), *getattr(each, "__dict__", {}).items()) for each in policies]
+    return tuple(_part(each, kept, DEPTH) for each in itertools.chain(*own)), kept
+
+
+def states_of(objects: Iterable[Any]) -> list[str]:
+    """The states of random generators among some objects, of NumPy or Python."""
+    return [repr(read(each)) for each in objects for kind, read in GENERATORS if isinstance(each, kind)]

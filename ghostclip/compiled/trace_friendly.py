@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ghostclip.clipper.collector import Keep, norm_dtype
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.clipping import Automatic, Flat, Thresholds
 
-__all__ = ["Clipped", "learn", "trace_friendly"]
+__all__ = ["Clipped", "learn", "steps_through_time", "trace_friendly"]
 
 
 @dataclass
@@ -78,3 +78,11 @@ def trace_friendly(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Ten
     if run.found_nonzero is not None:
         fine = fine.masked_fill(run.found_nonzero, torch.nan)
     return fine, Clipped(losses, norms, weights, [totals.get(id(parameter)) for _, parameter in trained])
+
+
+def steps_through_time(model: nn.Module) -> str | None:
+    """A layer that goes through time step by step: a graph of every step takes minutes to compile, and is slower."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.LSTM) and module.proj_size and any(p.requires_grad for p in module.parameters()):
+            return f"{name or 'the model'} is an LSTM with projections, whose time steps would be compiled one by one"
+    return None

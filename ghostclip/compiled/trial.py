@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["TRIALS", "Trial", "difference", "timed", "with_other_masks"]
+__all__ = ["TRIALS", "Trial", "difference", "in_a_line", "timed", "with_other_masks"]
 
 T = TypeVar("T")
 # Batches on which both ways run before the faster one is taken.
@@ -96,3 +96,8 @@ def difference(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]
 
 def _norm(tensors: list[Tensor]) -> float:
     return float(torch.stack([each.norm() for each in tensors]).norm()) if tensors else 0.0
+
+
+def in_a_line(error: Exception) -> str:
+    """An error's type and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

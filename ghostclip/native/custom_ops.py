@@ -45,15 +45,17 @@ def constant_values(tensor: torch.Tensor) -> list[Any] | None:
     """The values of a tensor that is the same in every run of the graph being traced, nested; None for another tensor.
 
     ``torch.arange(len(x))`` is a constant, though an operation of the graph makes it: neither an input of the graph nor
-    a random number goes there.
+    a random number goes there. A tensor that was there before isn't: the graph reads it anew in every run.
     """
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_slot
 
     first = get_proxy_slot(tensor, _dispatch_mode(_PROXY).tracer, None, lambda found: found.proxy.node)
-    nodes, stack = set[Any](), [] if first is None else [first]
+    if first is None:
+        return None
+    nodes, stack = set[Any](), [first]
     while stack:
         node = stack.pop()
-        if node.op == "placeholder" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return None
         if node not in nodes:
             nodes.add(node)

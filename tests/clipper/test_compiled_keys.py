@@ -1,5 +1,6 @@
 """What a compiled graph has built in may not change without another graph; and trials leave no trace."""
 
+import collections
 import functools
 import gc
 import weakref
@@ -319,7 +320,7 @@ def test_hooks_of_parameters_run_on_the_sum_though_compiling_was_asked_for():
     assert_dicts_close(gradients(model), {**expected, "0.weight": 3 * expected["0.weight"]}, 1e-5)
 
 
-FORWARDS = []
+FORWARDS = collections.deque()
 
 
 def counted(model, batch):
