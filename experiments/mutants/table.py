@@ -4586,8 +4586,8 @@ GRAPHS = [
     Mutant(
         "an index that a graph reads anew is a constant of it",
         "ghostclip/native/custom_ops.py",
-        "    if first is None:\n        return None\n    nodes, stack = set[Any](), [first]",
-        "    nodes, stack = set[Any](), [] if first is None else [first]",
+        'node.op != "call_function" or ',
+        'node.op == "placeholder" or ',
         CHANGING,
     ),
     Mutant(
@@ -4633,17 +4633,10 @@ GRAPHS = [
         CHANGING,
     ),
     Mutant(
-        "the modes of a loss's modules are no part of a graph's key",
-        "ghostclip/compiled/signature.py",
-        "            each.training,\n",
-        "",
-        CHANGING,
-    ),
-    Mutant(
         "what a loss's modules hold is no part of a graph's key",
         "ghostclip/compiled/signature.py",
-        "            *map(id, held),\n",
-        "",
+        "*map(id, held), *_read_by",
+        "*_read_by",
         CHANGING,
     ),
     Mutant(

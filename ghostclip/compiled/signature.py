@@ -244,7 +244,7 @@ def _is_own(value: Any, names: dict[str, Any]) -> bool:
 
 
 def _module(module: nn.Module, kept: Kept) -> tuple:
-    """All modules in a module: classes, modes, tensors and hooks, and what their forwards read besides."""
+    """All modules in a module: classes, tensors and hooks, and what their forwards read besides."""
     kept.append(module)
     if module is kept.model or id(module) in kept.modules:
         return (id(module),)
@@ -253,13 +253,7 @@ def _module(module: nn.Module, kept: Kept) -> tuple:
     for each in module.modules():
         held = [value for kind in CONTENTS for value in (vars(each).get(kind) or {}).values()]
         kept += (*held, type(each).forward)
-        parts += (
-            type(each),
-            id(type(each).forward),
-            each.training,
-            *map(id, held),
-            *_read_by(type(each).forward, each, kept, DEPTH),
-        )
+        parts += (type(each), id(type(each).forward), *map(id, held), *_read_by(type(each).forward, each, kept, DEPTH))
     return tuple(parts)
 
 
