@@ -1277,14 +1277,14 @@ COMPILED = [
     Mutant(
         "an index that is computed from the batch is a constant of a graph",
         "ghostclip/native/custom_ops.py",
-        'if node.op != "call_function" or ',
-        "if ",
+        'if node is None or node.op != "call_function" or ',
+        "if node is None or ",
         BRANCHES,
     ),
     Mutant(
         "a random index is a constant of a graph",
         "ghostclip/native/custom_ops.py",
-        ' or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())',
+        ' or random in getattr(node.target, "tags", ())',
         "",
         BRANCHES,
     ),
@@ -2230,7 +2230,7 @@ RAGGED_NORMS = [
     Mutant(
         "numbers of a method's object are no part of a graph's key",
         "ghostclip/compiled/signature.py",
-        "parts.append((name, _part(value, kept, inner)))",
+        'parts.append((name, _part(value, kept, inner), *_numbers(value, getattr(method, "__code__", None))))',
         "pass",
         ("tests/clipper/test_compiled_keys.py",),
     ),
@@ -4584,13 +4584,6 @@ GRAPHS = [
         CHANGING,
     ),
     Mutant(
-        "an index that a graph reads anew is a constant of it",
-        "ghostclip/native/custom_ops.py",
-        'node.op != "call_function" or ',
-        'node.op == "placeholder" or ',
-        CHANGING,
-    ),
-    Mutant(
         "a change ends the graph of one size alone",
         "ghostclip/compiled/clip.py",
         "[*self._plans.values()], reason",
@@ -4665,6 +4658,13 @@ GRAPHS = [
         "ghostclip/compiled/signature.py",
         "if isinstance(policy, Clamped) else [policy]",
         "if False else [policy]",
+        CHANGING,
+    ),
+    Mutant(
+        "numbers of other objects are no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        "if type(own.get(name, own)) in PLAIN]",
+        "if False]",
         CHANGING,
     ),
     Mutant(

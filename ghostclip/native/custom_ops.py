@@ -50,12 +50,10 @@ def constant_values(tensor: torch.Tensor) -> list[Any] | None:
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_slot
 
     first = get_proxy_slot(tensor, _dispatch_mode(_PROXY).tracer, None, lambda found: found.proxy.node)
-    if first is None:
-        return None
-    nodes, stack = set[Any](), [first]
+    nodes, stack, random = set[Any](), [first], torch.Tag.nondeterministic_seeded
     while stack:
         node = stack.pop()
-        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if node is None or node.op != "call_function" or random in getattr(node.target, "tags", ()):
             return None
         if node not in nodes:
             nodes.add(node)
