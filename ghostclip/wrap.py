@@ -7,7 +7,7 @@ import inspect
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as replace_of
@@ -24,7 +24,17 @@ from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.nn.normalization import instead_of_batchnorm
 from ghostclip.sharding.detection import INSTEAD_OF_SHARDING, sharding_problem
 
-__all__ = ["Finding", "check_module", "obstacles", "unwrap", "unwrapped", "wrap", "wrapped"]
+__all__ = [
+    "Finding",
+    "check_module",
+    "listed",
+    "obstacles",
+    "refuse_obstacles",
+    "unwrap",
+    "unwrapped",
+    "wrap",
+    "wrapped",
+]
 
 # Libraries with layers of their own: the module that has rules for them, imported on meeting one.
 ELSEWHERE = {"transformers": "ghostclip.integrations.huggingface_layers"}
@@ -88,9 +98,7 @@ def wrap(
     check_module(model)
     dims = _batch_dims(model, batch_dim)
     swaps = _replacements(model, replace or {})
-    findings = [f for f in obstacles(model) if f.path not in swaps]
-    if findings:
-        raise UnsupportedModelError(f"the model can't be clipped exactly as it is:\n{_listed(findings)}")
+    refuse_obstacles(model, swaps)
     for path, new in swaps.items():
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, new)
@@ -178,7 +186,13 @@ def obstacles(model: torch_nn.Module) -> list[Finding]:
     return findings
 
 
-def _listed(findings: Sequence[Finding]) -> str:
+def refuse_obstacles(model: torch_nn.Module, without: Collection[str] = ()) -> None:
+    """Raises UnsupportedModelError for all `obstacles` but those of modules with paths ``without``."""
+    if findings := [each for each in obstacles(model) if each.path not in without]:
+        raise UnsupportedModelError(f"the model can't be clipped exactly as it is:\n{listed(findings)}")
+
+
+def listed(findings: Sequence[Finding]) -> str:
     """A numbered line for each problem, with the names of all modules that have it."""
     places: dict[Finding, list[str]] = {}
     for finding in findings:

@@ -2831,7 +2831,7 @@ AROUND_THE_BATCH = [
     Mutant(
         "one example that isn't finite is named as all of them",
         "ghostclip/engine/readable.py",
-        "isfinite() for each in vectors]).all(0).any())",
+        "isfinite() for each in vectors]).all(0).sum())",
         "isfinite() for each in vectors]).all())",
         READABLE,
     ),
@@ -2845,7 +2845,7 @@ AROUND_THE_BATCH = [
     Mutant(
         "a rank says what holds of its own share",
         RELEASE,
-        '        self._readable.agree([each["examples, and whether any was finite"] for each in said])\n',
+        '        self._readable.agree([each["examples, and how many were finite"] for each in said])\n',
         "",
         READABLE,
     ),
@@ -4555,6 +4555,13 @@ USED = [
 
 CHANGING = ("tests/clipper/test_compiled_changes.py",)
 GRAPHS = [
+    Mutant(
+        "a Lightning fit doesn't end where its budget does",
+        "ghostclip/integrations/lightning/callback.py",
+        "            trainer.should_stop = True\n",
+        "",
+        ("tests/integrations/test_lightning.py", "-k", "budget_has_no_room"),
+    ),
     Mutant(
         "a branch on how many entries are picked is built into a graph",
         "ghostclip/compiled/region.py",

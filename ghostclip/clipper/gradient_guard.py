@@ -56,7 +56,9 @@ class GradientGuard:
                     f"the gradient of {name!r} was filled or changed by something other than per-example clipping (a "
                     "plain .backward(), an assignment, gradient clipping or scaling), so no example's part is bounded; "
                     "call optimizer.zero_grad() and use the clipper's or engine's backward only (a penalty on the "
-                    "weights belongs in each example's loss, or is the optimizer's weight_decay)"
+                    "weights belongs in each example's loss, or is the optimizer's weight_decay; the loss of another "
+                    "network that goes through this one, as a generator's through its discriminator, wants this one "
+                    "frozen meanwhile)"
                 )
 
     def remember(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from ghostclip.engine.update_check import held_parameters
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.sharding.detection import reshard
-from ghostclip.wrap import check_module
+from ghostclip.wrap import refuse_obstacles
 
 __all__ = ["prepare_optimizer", "unwrapped", "with_closure"]
 
@@ -34,11 +34,11 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def prepare_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises PrivacyError, TypeError or ValueError when the optimizer can't be stepped privately over the model.
+    """Raises what `wrap` does, PrivacyError, TypeError or ValueError when the model can't be trained privately by it.
 
     From then on torch calls the hooks of the optimizer's step.
     """
-    check_module(model)
+    refuse_obstacles(model)  # before any noise is looked for
     if not isinstance(optimizer, Optimizer):
         several = isinstance(optimizer, list | tuple | dict)
         remedy = ": build one optimizer, with a parameter group for each" if several else ""

@@ -340,7 +340,7 @@ class Release:
         facts = {
             "sensitivity": self.sensitivity,
             "most examples that fit": self.micro_batches.most,
-            "examples, and whether any was finite": self._readable.facts,
+            "examples, and how many were finite": self._readable.facts,
             "same": {
                 "whether the batch is discarded": False,
                 "the sample (a digest of it)": self.current("optimizer.step()").digest,
@@ -350,7 +350,7 @@ class Release:
         }
         said = self.ranks.agree(facts)
         self.sensitivity = max(each["sensitivity"] for each in said)
-        self._readable.agree([each["examples, and whether any was finite"] for each in said])
+        self._readable.agree([each["examples, and how many were finite"] for each in said])
         self.micro_batches.agree([each["most examples that fit"] for each in said])
 
     def _private(self, parameters: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:

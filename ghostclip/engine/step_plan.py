@@ -151,7 +151,7 @@ class StepPlan:
             elif length != (None, None):
                 raise ValueError(
                     "epochs and steps say what target_epsilon is to be calibrated for; leave them out with "
-                    "noise_multiplier, and stop when you like"
+                    "noise_multiplier, and stop when you like (an epoch has len(engine.batches()) steps)"
                 )
             self.noise_multiplier = nonnegative(noise_multiplier=noise_multiplier)
             return

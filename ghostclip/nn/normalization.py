@@ -41,7 +41,7 @@ def instead_of_batchnorm(kind: str, tracked: bool = True) -> str:
     of_eval = ", or keep it in eval mode" if tracked else " (it has no running statistics for eval mode)"
     return (
         f'replace it with ghostclip.wrap(model, replace={{"{kind}": "GroupNorm"}}), which normalizes each example by '
-        f"itself{of_eval}"
+        f"itself (build the optimizer after that){of_eval}"
     )
 
 

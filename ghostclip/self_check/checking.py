@@ -22,7 +22,7 @@ from ghostclip.self_check.first_steps import CHECKED, MOST
 from ghostclip.self_check.loading import LoadedRows, rows_of
 from ghostclip.self_check.mixing import REMEDY_OF_KEPT, MixingTest
 from ghostclip.self_check.trial_losses import LossFunction, TrialLosses
-from ghostclip.wrap import Finding, obstacles
+from ghostclip.wrap import Finding, listed, obstacles
 
 __all__ = ["LAYERS_ALONE", "check"]
 
@@ -42,15 +42,23 @@ LAYERS_ALONE = (
     "nothing found in its layers; no batch was run, so what its forward does with examples was not tested: {}call "
     "ghostclip.check(model, loss_fn, batch)"
 )
+COLLATE_ALONE = (
+    "nothing found with this batch; what a collate function does, as padding to the longest text, was not tested: give "
+    "check the DataLoader in its place"
+)
 
 log = logging.getLogger("ghostclip")
 
 
-class OfLayers(list[Finding]):
-    """Findings about layers alone, which says so where there are none."""
+class Findings(list[Finding]):
+    """Obstacles, which print as numbered lines; [] where there are none, with what was not tested."""
+
+    untested = LAYERS_ALONE.format("")
 
     def __repr__(self) -> str:
-        return super().__repr__() if self else f"[]: {LAYERS_ALONE.format('')}"
+        if self:
+            return f"{len(self)} {'obstacle' if len(self) == 1 else 'obstacles'}:\n{listed(self)}"
+        return f"[]: {self.untested}" if self.untested else "[]"
 
 
 def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Any = None) -> list[Finding]:
@@ -74,18 +82,19 @@ def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Any = No
         ValueError: only one of ``loss_fn`` and ``batch`` is given, or the batch has fewer than two examples.
         TypeError: ``model`` is no torch module, ``loss_fn`` no function of (model, batch), or ``batch`` a data set.
     """
-    findings: list[Finding] = OfLayers(obstacles(model))
+    findings = Findings(obstacles(model))
     if (loss_fn is None) != (batch is None):
         raise ValueError("check takes loss_fn and batch together, to try whether examples mix, or neither of them")
     if loss_fn is None:
         return findings
     check_loss_function(loss_fn, batch)
-    findings = list(findings)
+    findings.untested = "" if isinstance(batch, DataLoader) else COLLATE_ALONE
     known = {finding.path for finding in findings}
     rows = _rows(model, loss_fn, batch)
     mixing, compared = _mixing(TrialLosses(loss_fn, model, rows))
     findings += [each for each in mixing if each.path not in known]
-    findings = findings or _refusal(model, loss_fn, rows.load(range(len(rows))).batch)
+    if not findings:
+        findings += _refusal(model, loss_fn, rows.load(range(len(rows))).batch)
     if not findings and compared:
         CHECKED.add(model)
     elif not findings:

@@ -169,6 +169,17 @@ def test_check_has_no_finding_in_honest_loaders_and_batches(name, rows):
     assert findings(HONEST[name], rows) == []
 
 
+def test_what_check_found_prints_as_lines_and_what_it_did_not_test_where_it_found_nothing():
+    mixing = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    lines = str(ghostclip.check(mixing)).splitlines()
+    assert lines[0] == "2 obstacles:"
+    assert lines[1].startswith("  1. module 1, 3: BatchNorm1d: normalizes by the mean and variance of the batch")
+    model, data, loss_fn, _ = HONEST[next(iter(HONEST))]()
+    assert str(ghostclip.check(model)).startswith("[]: nothing found in its layers; no batch was run")
+    assert str(ghostclip.check(model, loss_fn, next(iter(data)))).endswith("give check the DataLoader in its place")
+    assert str(ghostclip.check(model, loss_fn, data)) == "[]"
+
+
 def test_each_example_is_read_once_more(monkeypatch):
     """Reading may take long, as decoding an image does. No later step is drawn by chance here."""
     monkeypatch.setattr(first_steps, "SELDOM", float("inf"))

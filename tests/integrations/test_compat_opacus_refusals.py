@@ -11,6 +11,7 @@ from opacus_programs import MAX_NORM, assert_by_hand, mean_loss, private, train
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ghostclip.compat import opacus
 from ghostclip.compat.opacus import BatchMemoryManager, PrivacyEngine, layers
 from ghostclip.errors import GradientLeakError, LossShapeError, PrivacyError, UnsupportedModelError
 
@@ -201,6 +202,9 @@ def foreign_loader() -> None:
     [
         (lambda: words(loss_reduction="none"), ValueError, "loss_reduction"),
         (lambda: words(clipping="adaptive"), ValueError, "Adaptive"),
+        (lambda: words(clipping="adaptive", target_unclipped_quantile=0.5), ValueError, "Adaptive"),
+        (lambda: opacus.GradSampleModule, ImportError, "per_example_grads"),
+        (lambda: opacus.get_noise_multiplier, ImportError, "accounting.noise_multiplier"),
         (lambda: words(clipping="per_layer"), ValueError, "a list of 5 norms"),
         (lambda: words(grad_sample_mode="no_op"), ValueError, "per_example_grads"),
         (lambda: words(wrap_model=False), ValueError, "same object"),

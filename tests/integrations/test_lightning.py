@@ -53,6 +53,22 @@ def test_a_logical_step_is_a_global_step(manual, tmp_path):
     assert expected <= callback.engine.epsilon() <= expected * (1 + 1e-3)  # asked after each epoch, too
 
 
+def test_a_fit_ends_before_a_step_that_the_budget_has_no_room_for(tmp_path, caplog):
+    most = accounting.epsilon(noise_multiplier=1.0, sample_rate=8 / 24, steps=5, delta=1e-5)
+    trainer, callback = lr.fit(tmp_path, engine={"max_epsilon": most * 1.01}, max_epochs=9)
+    assert trainer.global_step == callback.engine.steps_taken == 5
+    assert [message[:29] for message in caplog.messages if "training ends" in message] == [
+        "training ends after step 5: o"
+    ]
+    assert callback.engine.epsilon() <= most * 1.01
+
+
+def test_a_plan_that_is_the_fit_s_length_ends_without_a_word(tmp_path, caplog):
+    _, callback = lr.fit(tmp_path, engine={"noise_multiplier": None, "target_epsilon": 5.0})
+    assert callback.engine.steps_taken == callback.engine.planned_steps == 6
+    assert "training ends" not in caplog.text
+
+
 def test_the_same_noise_is_the_engine_s(tmp_path):
     options = {"noise_multiplier": 1.0, "noise": "test", "seed": 5}
     module = lr.Module()

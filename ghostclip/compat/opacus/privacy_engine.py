@@ -331,11 +331,12 @@ class OpacusEngine:
 
 
 def _chosen(options: Mapping[str, Any]) -> Options:
-    """The options of ``make_private``; TypeError for a name that isn't among them."""
+    """The options of ``make_private``; TypeError for a name that isn't among them, after what `Options` raises."""
     known = [each.name for each in fields(Options)]
+    chosen = Options(**{name: value for name, value in options.items() if name in known})
     if unknown := [name for name in options if name not in known]:
         raise TypeError(f"make_private() has no option {unknown[0]!r}; it takes {', '.join(known)}")
-    return Options(**options)
+    return chosen
 
 
 def _examples_in(loader: DataLoader[Any]) -> int:

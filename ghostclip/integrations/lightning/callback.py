@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,12 +14,14 @@ import lightning
 from ghostclip.engine import PrivacyEngine
 from ghostclip.engine.distributed import keep_unsynchronised
 from ghostclip.engine.earlier_engines import forget_earlier
-from ghostclip.errors import PrivacyError
+from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.integrations.lightning.fitting import TrainLoader, length_of, methods_for, replace_methods, transferred
 from ghostclip.integrations.lightning.refusals import check_accumulation, check_options, check_trainer, check_units
 from ghostclip.integrations.refused_weights import accept, note, refuse_noted
 
 __all__ = ["PrivacyCallback"]
+
+log = logging.getLogger("ghostclip")
 
 
 class PrivacyCallback(lightning.Callback):
@@ -115,6 +118,19 @@ class PrivacyCallback(lightning.Callback):
         check_accumulation(trainer)
         if hasattr(trainer.strategy.model, "require_backward_grad_sync"):
             trainer.strategy.model.require_backward_grad_sync = False  # type: ignore[union-attr]
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ends the fit before a step that ``max_epsilon`` has no room for."""
+        assert self.engine is not None
+        if self.engine.steps_taken == self.engine.planned_steps:  # the Trainer's own end
+            return
+        try:
+            self.engine.check_budget()
+        except BudgetExceededError as error:
+            log.warning("training ends after step %d: %s", trainer.global_step, error)
+            trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Logs ``epsilon`` and ``privacy_step``, which are public."""
