@@ -4607,7 +4607,7 @@ SEARCHED_AND_FROZEN = [
         COVERS,
         "more = release.count > run.count or release.sample_rate > run.sample_rate",
         "more = release.count > run.count",
-        CHARGES,
+        OF_SEARCHES,
     ),
     Mutant(
         "cut samples in a search cost nothing",
