@@ -2144,8 +2144,8 @@ CHECKED = [
     Mutant(
         "check takes no norms of its batch",
         CHECKING,
-        "    findings = findings or _refusal(",
-        "    findings = findings or [] and _refusal(",
+        "    if not findings:\n        findings += _refusal(",
+        "    if False:\n        findings += _refusal(",
         ("tests/clipper/test_check_lines.py",),
     ),
     Mutant(
@@ -2754,8 +2754,8 @@ AROUND_THE_BATCH = [
     Mutant(
         "arrays of one element aren't read",
         UNIT_IDS,
-        "        return user.reshape(-1)[0]\n",
-        "        return user\n",
+        "        user = user.reshape(-1)[0]\n",
+        "        pass\n",
         USERS,
     ),
     Mutant(
@@ -3842,6 +3842,9 @@ MEAN, MEANS = "ghostclip/noise/mean.py", ("tests/privacy/test_private_mean.py",)
 
 BEFORE = ("tests/engine/test_before.py",)
 SEARCH, SEARCHES = "ghostclip/selection/search.py", ("tests/privacy/test_select.py",)
+CHARGES, NOTED = ("tests/privacy/test_select_charges.py",), "ghostclip/accounting/noted.py"
+COVERS, OF_SEARCHES = "ghostclip/accounting/selection.py", ("tests/privacy/test_selection_epsilon.py",)
+WRITTEN, FROZEN = "ghostclip/sharding/written.py", ("tests/engine/test_fsdp_frozen.py",)
 
 CHOSEN_PRIVATELY = [
     Mutant(
@@ -3952,8 +3955,9 @@ CHOSEN_PRIVATELY = [
     Mutant(
         "a search stops at a score that is good enough",
         SEARCH,
-        "        runs.add(*run(candidates[number]))\n",
-        "        runs.add(*run(candidates[number]))\n        if runs.score > 1:\n            break\n",
+        "            runs.add(*run(candidates[number], noted))\n",
+        "            runs.add(*run(candidates[number], noted))\n"
+        "            if runs.score > 1:\n                break\n",
         SEARCHES,
     ),
     Mutant(
@@ -4416,31 +4420,31 @@ USED = [
     ),
     Mutant(
         "a run of a search may spend more than is charged",
-        "ghostclip/selection/search.py",
-        "if found <= agreed * (1.0 + ROUNDING):",
+        SEARCH,
+        "if accounting.covers(self.charged, spent):",
         "if True:",
-        (*SEARCHES, "-k", "spends or released_before"),
+        CHARGES,
     ),
     Mutant(
         "engines inside of a search are not noted",
         "ghostclip/engine/earlier_engines.py",
         "    note_charges(engine._spending._runs)\n",
         "",
-        (*SEARCHES, "-k", "spends or released_before"),
+        CHARGES,
     ),
     Mutant(
         "a search about users' engines is held to be about examples",
         "ghostclip/selection/search.py",
-        "if len(kinds) == 1:",
+        "if all((each.relation, each.unit) == (self.charged.relation, self.charged.unit) for each in spent):",
         "if True:",
-        (*SEARCHES, "-k", "spends"),
+        (*CHARGES, "-k", "spends"),
     ),
     Mutant(
         "what a search was given as released before is not charged",
         "ghostclip/selection/search.py",
         "            released.charge(book)\n",
         "",
-        (*SEARCHES, "-k", "released_before"),
+        (*CHARGES, "-k", "released_before"),
     ),
     Mutant(
         "Trainer's random states are readable by all",
@@ -4690,8 +4694,132 @@ GRAPHS = [
     ),
 ]
 
+SEARCHED_AND_FROZEN = [
+    Mutant(
+        "a search inside of a search is charged as one training",
+        SEARCH,
+        "    if is_asking():\n",
+        "    if False:\n",
+        (*CHARGES, "-k", "inside_of_a_search"),
+    ),
+    Mutant(
+        "a release before leaves more for the steps of a search's runs",
+        SEARCH,
+        "            if accounting.covers(self.charged, spent):\n",
+        "            everything = [self.charged, *self.before.values()]\n"
+        "            found, agreed = (accounting.epsilon_of(each, delta=self.delta) for each in (spent, everything))\n"
+        "            if found <= agreed:\n",
+        (*CHARGES, "-k", "allows_no_more"),
+    ),
+    Mutant(
+        "a mean that a search wasn't given is free in its runs",
+        NOTED,
+        "if run not in without]",
+        'if not run.startswith("before-")]',
+        (*CHARGES, "-k", "released_before"),
+    ),
+    Mutant(
+        "runs of a search are compared by epsilon at one delta",
+        COVERS,
+        "return bool(np.all(found <= divergences_of(charged) * (1.0 + ROUNDING)))",
+        "return epsilon_of(releases, delta=1e-5) <= epsilon_of(charged, delta=1e-5)",
+        (*OF_SEARCHES, "-k", "smaller_epsilon"),
+    ),
+    Mutant(
+        "a run of a search is refused at orders without a divergence",
+        COVERS,
+        "np.minimum.accumulate(divergences_of(releases)[::-1])[::-1]",
+        "divergences_of(releases)",
+        (*OF_SEARCHES, "-k", "no_divergence"),
+    ),
+    Mutant(
+        "any run of as many steps is a part of what is charged",
+        COVERS,
+        "not (less_noise or more)",
+        "not more",
+        CHARGES,
+    ),
+    Mutant(
+        "a run of a search may have a higher rate",
+        COVERS,
+        "more = release.count > run.count or release.sample_rate > run.sample_rate",
+        "more = release.count > run.count",
+        OF_SEARCHES,
+    ),
+    Mutant(
+        "cut samples in a search cost nothing",
+        "ghostclip/accounting/divergences.py",
+        "return np.full_like(total, math.inf) if cuts else total",
+        "return total",
+        (*OF_SEARCHES, "-k", "cut_down"),
+    ),
+    Mutant(
+        "steps in a search's score are charged to nobody",
+        SEARCH,
+        "if spent := noted.take(self.before):",
+        "if spent := []:",
+        (*CHARGES, "-k", "in_the_score"),
+    ),
+    Mutant(
+        "a run is held to the steps of earlier runs, too",
+        NOTED,
+        "spent - self._taken.get(run, Counter())",
+        "spent",
+        (*CHARGES, "-k", "each_run"),
+    ),
+    Mutant(
+        "an engine that goes on in a later run of a search is not noted",
+        SEARCH,
+        "        for number in runs.settings[runs.done :]:\n",
+        "        for number in runs.settings[runs.done :]:\n            noted._engines.clear()\n",
+        (*CHARGES, "-k", "each_run"),
+    ),
+    Mutant(
+        "a date is another user in numpy",
+        UNIT_IDS,
+        "    if isinstance(user, TIMES):\n        return _time(user)\n",
+        "",
+        USERS,
+    ),
+    Mutant(
+        "moments finer than microseconds are rounded to one user",
+        UNIT_IDS,
+        "own if exact and isinstance",
+        "own if isinstance",
+        USERS,
+    ),
+    Mutant(
+        "a shard before a forward is compared with the whole Parameter after it",
+        WRITTEN,
+        "stored, whole = pairs.get(id(each), (each, None))",
+        "stored, whole = each, None",
+        (*FROZEN, "-k", "take_the_steps"),
+    ),
+    Mutant(
+        "what is written to whole frozen values isn't looked for",
+        WRITTEN,
+        "    return torch.equal(local_part(part), local_part(shard))\n",
+        "    return True\n",
+        (*FROZEN, "-k", "writes_to"),
+    ),
+    Mutant(
+        "writes to a frozen parameter that is freed again aren't counted",
+        WRITTEN,
+        "for tensor in (stored, local, whole) if",
+        "for tensor in (stored, local) if",
+        (*FROZEN, "-k", "writes_to"),
+    ),
+    Mutant(
+        "a private mean of a sparse tensor ends in torch's error",
+        MEAN,
+        "    if features.is_nested or features.is_meta or features.layout != torch.strided:\n",
+        "    if False:\n",
+        MEANS,
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
     *SAME, *WITHIN, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *OF_COMPANY, *AROUND_THE_BATCH,
-    *DIFFERENTIATED_TWICE, *BY_MARKS, *CHOSEN_PRIVATELY, *NOISE_OVER_STEPS, *USED, *GRAPHS,
+    *DIFFERENTIATED_TWICE, *BY_MARKS, *CHOSEN_PRIVATELY, *NOISE_OVER_STEPS, *USED, *GRAPHS, *SEARCHED_AND_FROZEN,
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from ghostclip.accounting.attacks import FALSE_POSITIVE_RATES, Risk, risk, risk_
 from ghostclip.accounting.calibration import affordable, max_steps, noise_for, noise_multiplier
 from ghostclip.accounting.noted import Noted, note_charges, noting_charges
 from ghostclip.accounting.running import RunningEpsilon
-from ghostclip.accounting.selection import selection_epsilon, success_probability
+from ghostclip.accounting.selection import covers, selection_epsilon, success_probability
 from ghostclip.accounting.spent import (
     ACCOUNTANTS,
     Setting,
@@ -31,6 +31,7 @@ __all__ = [
     "Setting",
     "accountants_for",
     "affordable",
+    "covers",
     "epsilon",
     "epsilon_of",
     "epsilon_over_time",

@@ -14,7 +14,7 @@ import scipy
 
 from ghostclip.events import FixedSizeGaussian, SampledRelease, Selection, TruncatedGaussian
 
-__all__ = ["as_dp_event", "deltas_by_divergences", "epsilon_by_divergences"]
+__all__ = ["as_dp_event", "deltas_by_divergences", "divergences_of", "epsilon_by_divergences"]
 
 # Of the truncated negative binomial distribution, as dp-accounting has it: Poisson is its limit.
 SHAPES: dict[str | float, float] = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
@@ -78,6 +78,15 @@ def deltas_by_divergences(events: Sequence[SampledRelease | Selection], epsilons
     with _without_remarks():
         deltas = [rdp.compute_delta(rdp.DEFAULT_RDP_ORDERS, total, epsilon)[0] for epsilon in epsilons]
     return np.minimum(np.array(deltas) + cuts * (1 + np.exp(epsilons)), 1.0)
+
+
+def divergences_of(events: Sequence[SampledRelease]) -> np.ndarray:
+    """Rényi divergences of at least one event, all with noise, at the orders that epsilons are computed from.
+
+    inf at all orders where a sample may be cut down: what that adds to delta isn't in the divergences.
+    """
+    total, cuts = _added_up(events)
+    return np.full_like(total, math.inf) if cuts else total
 
 
 def _added_up(events: Sequence[SampledRelease | Selection]) -> tuple[np.ndarray, float]:

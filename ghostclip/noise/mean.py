@@ -118,6 +118,12 @@ def _check_features(features: Tensor) -> None:
     """Raises TypeError or ValueError unless they are rows of real numbers."""
     if not isinstance(features, Tensor):
         raise TypeError(f"features must be a tensor [N, d]; got {type(features).__name__}")
+    if features.is_nested or features.is_meta or features.layout != torch.strided:
+        kind = "nested" if features.is_nested else "meta" if features.is_meta else str(features.layout)
+        raise TypeError(
+            f"features must be a dense tensor [N, d] that has its values; got a {kind} one. Of a sparse one give its "
+            "to_dense(), of a nested one its rows by torch.stack"
+        )
     if not features.is_floating_point():
         raise TypeError(f"features must be of a floating point type; got {features.dtype}")
     if features.dim() != 2 or not features.numel():

@@ -1,7 +1,8 @@
 """The users of a data set's rows, by value, in whatever form they are given.
 
 Two rows belong to one user where their values are equal: 3, 3.0, np.int64(3), torch.tensor(3) and torch.tensor([3])
-name the same user. An object that is equal to itself only can't name a user, since each row may bring one of its own.
+name the same user. So do a date and its midnight, since np.datetime64("2020-01-01") is equal to both. An object that
+is equal to itself only can't name a user, since each row may bring one of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Hashable, Iterable, Mapping, Set
+from datetime import date, datetime, time, timedelta
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ __all__ = ["users_of_rows"]
 
 # Types that are values and never missing, for speed.
 PLAIN = (str, int, bytes, bool)
+# Moments and durations, of pandas too, which are equal in several types and have another hash in each.
+TIMES = (date, timedelta, np.datetime64, np.timedelta64)
 
 
 def users_of_rows(unit_ids: Any, rows: int) -> list[Hashable]:
@@ -81,14 +85,34 @@ def _flat(unit_ids: Any) -> Any:
 
 
 def _value(user: Any) -> Any:
-    """The element of a tensor, an array or an arrow scalar; anything else as it is."""
+    """The element of a tensor, an array or an arrow scalar, in Python's own type where it has one for the value."""
     if type(user) in PLAIN:
         return user
     if isinstance(user, Tensor) and user.numel() == 1:
         return user.item()
     if isinstance(user, np.ndarray) and user.size == 1:
-        return user.reshape(-1)[0]
-    return user.as_py() if hasattr(user, "as_py") else user
+        user = user.reshape(-1)[0]
+    if hasattr(user, "as_py"):
+        user = user.as_py()
+    if isinstance(user, TIMES):
+        return _time(user)
+    if type(user) is tuple:
+        return tuple(map(_value, user))
+    return user.item() if isinstance(user, np.generic) else user
+
+
+def _time(user: Any) -> Any:
+    """A moment as a datetime, a duration as a timedelta; numpy's own where these have no equal value."""
+    if getattr(user, "tzinfo", None) is not None:  # equal to no moment without a time zone
+        return user
+    if hasattr(user, "to_numpy"):
+        user = user.to_numpy()
+    if isinstance(user, np.datetime64 | np.timedelta64):
+        rounded = user.astype(f"{user.dtype.kind}8[us]")
+        own = rounded.item()
+        exact = bool(rounded.astype(user.dtype) == user)
+        return own if exact and isinstance(own, datetime | timedelta) else user
+    return user if isinstance(user, datetime | timedelta) else datetime.combine(user, time())
 
 
 def _check_hashable(user: Any, row: int) -> None:

@@ -14,7 +14,7 @@ from ghostclip.errors import PrivacyError
 from ghostclip.noise import Noise, noise_source
 from ghostclip.validate import positive
 
-__all__ = ["NoisyScore", "asking"]
+__all__ = ["NoisyScore", "asking", "is_asking"]
 
 # What a search asks now, ``train`` or ``score``; None outside of searches.
 _asked: ContextVar[Any] = ContextVar("asked by a search", default=None)
@@ -28,6 +28,11 @@ def asking(function: Any) -> Iterator[None]:
         yield
     finally:
         _asked.reset(token)
+
+
+def is_asking() -> bool:
+    """Whether this is called by a search's ``train`` or ``score``."""
+    return _asked.get() is not None
 
 
 @dataclass(frozen=True)

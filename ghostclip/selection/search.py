@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,13 +22,10 @@ from ghostclip.ledger import Ledger
 from ghostclip.noise.mean import PrivateMean
 from ghostclip.selection.draws import draw_runs, draw_settings
 from ghostclip.selection.kept import KeptRuns, Runs, folder_of
-from ghostclip.selection.scores import NoisyScore, asking
+from ghostclip.selection.scores import NoisyScore, asking, is_asking
 from ghostclip.validate import open_fraction, positive, positive_int
 
 __all__ = ["Best", "select"]
-
-# By how much, of its size, an epsilon may be off by rounding.
-ROUNDING = 1e-6
 
 # The folders of searches that take place in this process.
 _going_on, _lock = set[Path](), threading.Lock()
@@ -98,10 +95,12 @@ def select(
     Args:
         train: settings -> result: one private training of ``steps`` steps with this noise and rate, and no ledger of
             its own. It releases nothing else, and uses fresh noise each time it is called. The engines that it builds
-            are asked what they charged: a run that spent more than is charged for it is refused.
+            are asked what they charged: a run that spent more than is charged for it is refused. A search inside of it
+            is refused, too.
         candidates: settings, at least one; chosen without the data.
         expected_runs: mean of the number of runs; finite, >= 1.
         score: result -> float, larger is better: a function of the result and of public data alone, or a `NoisyScore`.
+            No engine may take a step in it.
         noise_multiplier, sample_rate, steps: of each run, Poisson sampling, data sets that differ by one example.
         delta: of the guarantee.
         ledger: the file (or `ghostclip.ledger.Ledger`) that the search is charged to. Beside it, in the folder
@@ -121,8 +120,14 @@ def select(
         ValueError, TypeError: an argument is out of range, or a result can't be copied.
         LedgerError: the ledger is in use, also for another search in this process, or damaged.
         PrivacyError: the unfinished search beside the ledger is of other arguments, a `NoisyScore` was asked that isn't
-            ``score``, a run's engines charged more than is charged for a run, or several processes train together.
+            ``score``, a run's engines charged more than is charged for a run, or anything in ``score``, it is called
+            inside of another search's ``train`` or ``score``, or several processes train together.
     """
+    if is_asking():
+        raise PrivacyError(
+            "select() was called inside of another search's train or score, which is charged for one training a run, "
+            "not for a search; search once over all pairs of settings: candidates=list(itertools.product(outer, inner))"
+        )
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise PrivacyError(
             "select() draws how many runs there are, and which, for one process, and this one trains together with "
@@ -135,7 +140,7 @@ def select(
     event = Selection((step, *noisy), expected_runs, distribution)
     delta, draw = open_fraction(delta=delta), functools.partial(_drawn, event, len(candidates))
     released = Before(before, private=True)
-    run = _Run(train, score, [step, *released.events.values()], delta)
+    run = _Run(train, score, step, released.events, delta)
     charged: list[Event] = [event, *released.events.values()]
     if ledger is None:
         accounting.epsilon_of(charged, delta=delta)  # raises where they don't add up
@@ -200,55 +205,66 @@ def _charge(ledger: Ledger, name: str, event: Selection) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """One run of a search.
+    """One run of a search after the other.
 
     Attributes:
         train, score: as given to `select`.
         charged: what is charged for the training.
+        before: {name: what is charged beside the search}.
         delta: of the guarantee.
     """
 
     train: Callable[[Any], Any]
     score: Callable[[Any], float]
-    charged: Sequence[Event]
+    charged: SampledGaussian
+    before: Mapping[str, Event]
     delta: float
 
-    def __call__(self, settings: Any) -> tuple[Any, float]:
-        """Result and score; raises PrivacyError, before the score is asked, where more was spent than is charged."""
-        with asking(self.train), accounting.noting_charges() as noted:
-            result = self.train(settings)
-        self._check(noted.events)
-        with asking(self.score):
-            return result, float(self.score(result))
+    def __call__(self, settings: Any, noted: accounting.Noted) -> tuple[Any, float]:
+        """Result and score; raises PrivacyError, before the score is used, where more was spent than is charged.
 
-    @functools.cached_property
-    def _agreed(self) -> float:
-        """Epsilon of what is charged."""
-        return accounting.epsilon_of(self.charged, delta=self.delta)
+        ``noted`` has all engines of the search, so that one which goes on in a later run or in the score is seen.
+        """
+        with asking(self.train):
+            result = self.train(settings)
+        self._check(noted.take(self.before))
+        with asking(self.score):
+            score = float(self.score(result))
+        if spent := noted.take(self.before):
+            raise PrivacyError(
+                f"engines charged {_words(spent)} in score, which nothing is charged for: a score is a function of the "
+                "result and of public data, or a NoisyScore. Train in train, and give select the noise_multiplier, "
+                "sample_rate and steps of all that a run trains"
+            )
+        return result, score
 
     def _check(self, spent: Sequence[Event]) -> None:
-        if not spent:  # by engines: another library may have trained, or nothing did
-            return
-        kinds = {(event.relation, event.unit) for event in [*spent, *self.charged]}
-        if len(kinds) == 1:
-            found = accounting.epsilon_of(spent, delta=self.delta)
-            if found <= self._agreed * (1.0 + ROUNDING):
+        # Nothing was spent by engines where another library trained, or nothing did.
+        if all((each.relation, each.unit) == (self.charged.relation, self.charged.unit) for each in spent):
+            if accounting.covers(self.charged, spent):
                 return
-            more = f"spent epsilon {found:.4g} at delta {self.delta:g}, and {self._agreed:.4g} is charged for a run"
+            found, agreed = (accounting.epsilon_of(each, delta=self.delta) for each in (spent, [self.charged]))
+            more = f"spent epsilon {found:.4g} at delta {self.delta:g}, and {agreed:.4g} is charged for a run"
+            if found <= agreed:
+                more += ", but more in Rényi divergences, from which the search's epsilon is computed"
         else:
             more = "protect something else than what is charged, the presence of one example"
-        happened = "; ".join(map(accounting.steps, spent))
         raise PrivacyError(
-            f"the engines that train built {more}: they charged {happened}, and a run is charged for "
-            f"{'; '.join(map(accounting.steps, self.charged))}. Give select the noise_multiplier, sample_rate and "
-            "steps that train uses, and before=[...] too, where its engines have it"
+            f"the engines that train built {more}: they charged {_words(spent)}, and a run is charged for "
+            f"{accounting.steps(self.charged)}. Give select the noise_multiplier, sample_rate and steps that train "
+            "uses, and before=[...] too, where its engines have it"
         )
+
+
+def _words(events: Sequence[Event]) -> str:
+    return "; ".join(map(accounting.steps, events))
 
 
 def _finished(runs: Runs, run: _Run, candidates: Sequence[Any], kept: KeptRuns | None) -> Runs:
     """The same object, after the runs that were left."""
-    for number in runs.settings[runs.done :]:
-        runs.add(*run(candidates[number]))
-        if kept is not None:
-            kept.keep(runs)
+    with accounting.noting_charges() as noted:
+        for number in runs.settings[runs.done :]:
+            runs.add(*run(candidates[number], noted))
+            if kept is not None:
+                kept.keep(runs)
     return runs

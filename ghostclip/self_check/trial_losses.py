@@ -20,6 +20,7 @@ from ghostclip.clipper.trial import HELD, contents_of, tensor_in, trying, withou
 from ghostclip.planner import Planner
 from ghostclip.self_check.loading import Loaded, LoadedRows
 from ghostclip.sharding.plain import Sharding
+from ghostclip.sharding.written import frozen_parameters
 
 __all__ = ["LossFunction", "TrialLosses", "TrialOutcome", "same", "unlike"]
 
@@ -30,8 +31,6 @@ ROUNDING_OF_HALVES = (5e-2, 1e-4)
 ROUNDING_OF_DEVICES = (1e-3, 1e-5)
 # Relative, and of the clipping norm: a difference of gradient norms that is more than rounding, and that matters.
 NORMS_ROUND, LEAST_SHARE = 1e-3, 1e-4
-# Elements of a frozen parameter whose sum is compared: of a larger one, a change that torch counts is seen.
-LARGE = 1 << 24
 # Of every module; parameters, buffers and submodules have their own ways of being compared.
 OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
@@ -40,7 +39,7 @@ log = logging.getLogger("ghostclip")
 LossFunction = Callable[[nn.Module, Any], Tensor]
 # {(kind, name): value} of all that a model keeps from one forward to the next. Of a "buffer" and an "attribute" (a
 # tensor or array that isn't registered) it is a copy; of another "object" the object and what is in it; of a "frozen
-# parameter" itself and numbers that tell whether it was written to.
+# parameter" itself (or its shard) and numbers that tell whether it was written to.
 State = dict[tuple[str, str], Any]
 
 
@@ -245,14 +244,7 @@ def _state_of(model: nn.Module) -> State:
 
 def _frozen(model: nn.Module) -> State:
     """Its frozen parameters. They may be large, so that they aren't copied."""
-    frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
-    return {
-        ("frozen parameter", name): (each, each._version, each.data_ptr(), _sum(each)) for name, each in frozen.items()
-    }
-
-
-def _sum(parameter: Tensor) -> float:
-    return float(parameter.double().nansum()) if parameter.numel() <= LARGE else 0.0
+    return {("frozen parameter", name): value for name, value in frozen_parameters(model).items()}
 
 
 def unlike(these: State, those: State, kind: str) -> list[str]:

@@ -1,7 +1,10 @@
 """Users are named by value, in whatever form their names come; what is equal to itself only is refused."""
 
 import dataclasses
+import datetime
+import decimal
 import enum
+import fractions
 from collections import OrderedDict, UserList, defaultdict
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
@@ -84,6 +87,32 @@ def test_users_are_named_by_value(form: str) -> None:
     assert (len(found), found.digest) == (4, expected.digest)
 
 
+DAY, UTC = datetime.datetime(2020, 1, 1), datetime.timezone.utc
+# Values of one user a list; those of lists that begin with another one are different users.
+EQUAL: list[list[Any]] = [
+    [3, 3.0, 3 + 0j, decimal.Decimal(3), fractions.Fraction(3), torch.tensor([3.0]), pyarrow.scalar(3)],
+    [3, *(kind(3) for kind in (np.int8, np.uint64, np.float32, np.complex64))],
+    ["3", np.str_("3")],
+    [b"3", np.bytes_(b"3")],
+    [DAY, DAY.date(), pandas.Timestamp(DAY), pyarrow.scalar(DAY.date()), np.datetime64("2020")],
+    [DAY, *(np.datetime64("2020-01-01", unit) for unit in ("M", "D", "h", "s", "us", "ns"))],
+    [np.datetime64("2020-01-01T00:00:00.000000001"), pandas.Timestamp("2020-01-01T00:00:00.000000001")],
+    [np.datetime64("20000-01-01"), np.datetime64("20000-01-01T00", "h")],
+    [DAY.replace(tzinfo=UTC), pandas.Timestamp(DAY, tz="UTC"), pandas.Timestamp(DAY, tz=UTC).tz_convert("Asia/Tokyo")],
+    [datetime.timedelta(1), pandas.Timedelta(1, "D"), np.timedelta64(1, "D"), np.timedelta64(24 * 3600 * 10**9, "ns")],
+    [np.timedelta64(1, "Y"), np.timedelta64(12, "M")],
+    [("3", DAY.date()), (np.str_("3"), np.datetime64("2020-01-01", "ns"))],
+]
+
+
+def test_what_is_equal_is_one_user_in_every_type() -> None:
+    values = [(repr(several[0]), value) for several in EQUAL for value in several]
+    for user, value in values:
+        for other_user, other in values:
+            same = user == other_user
+            assert len(Users([value, other], 2, None, None)) == (1 if same else 2), (value, other)
+
+
 SAME = "equal to itself only"
 # Identities, missing values and other mistakes: what is given for 8 rows, error, a part of its text.
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -103,6 +132,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "NaN in dataclasses": (lambda: [Key((float("nan"), 1)) for _ in NUMBERS], ValueError, "row 0"),
     "NaN in records": (lambda: np.array([(0, np.nan)] * ROWS, "i4, f4"), ValueError, "row 0"),
     "nothing in arrow": (lambda: pyarrow.array([*NUMBERS[1:], None]), ValueError, "None for row 7"),
+    "no time": (lambda: [*NUMBERS[1:], np.datetime64("NaT")], ValueError, "NaT.* for row 7"),
+    "pandas' no time": (lambda: [*NUMBERS[1:], pandas.NaT], ValueError, "NaT.* for row 7"),
     "a data frame's missing value": (lambda: [*NUMBERS[1:], pandas.NA], ValueError, "for row 7"),
     "masked": (lambda: np.ma.array(NUMBERS, mask=[0] * 7 + [1]), ValueError, "None for row 7"),
     "a mapping from 1": (lambda: dict(enumerate(NUMBERS, 1)), ValueError, "row 0 is missing"),

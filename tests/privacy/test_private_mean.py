@@ -15,6 +15,7 @@ from ghostclip.events import JointGaussian, SampledGaussian
 from ghostclip.nn import Centre
 
 NAN, INF = math.nan, math.inf
+NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(2)], layout=torch.jagged)
 
 
 def features(rows: int = 50, width: int = 6, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -118,6 +119,9 @@ def test_noise_that_can_be_repeated_is_charged_as_none() -> None:
     [
         ({"features": [[1.0]]}, TypeError, r"features must be a tensor \[N, d\]; got list"),
         ({"features": torch.ones(3, 2, dtype=torch.int64)}, TypeError, "floating point type; got torch.int64"),
+        ({"features": torch.ones(3, 2).to_sparse()}, TypeError, r"dense tensor .* got a torch\.sparse_coo one"),
+        ({"features": torch.ones(3, 2, device="meta")}, TypeError, "got a meta one"),
+        ({"features": NESTED}, TypeError, "got a nested one"),
         ({"features": torch.ones(3)}, ValueError, r"flatten the rest\); got \[3\]"),
         ({"features": torch.ones(0, 3)}, ValueError, r"got \[0, 3\]"),
         ({"bound": 0.0}, ValueError, "bound must be a finite number > 0; got 0.0"),

@@ -7,7 +7,6 @@ import stat
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -355,83 +354,11 @@ def test_the_noise_of_a_score_has_its_standard_deviation() -> None:
     assert found.mean() == pytest.approx(10.0, abs=5 * 1.5 / math.sqrt(2000))
 
 
-FEATURES = torch.arange(40.0).view(20, 2) / 40
-RUN = {"noise_multiplier": 1.3, "sample_rate": 0.2, "steps": 5}
-
-
-def trained(*engines: dict[str, Any]) -> Callable[[Any], dict[str, torch.Tensor]]:
-    """A train that takes five steps with each of some engines, of one model."""
-
-    def train(_: Any) -> dict[str, torch.Tensor]:
-        model = torch.nn.Linear(2, 1)
-        for options in engines:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            data = torch.utils.data.TensorDataset(FEATURES)
-            engine = ghostclip.PrivacyEngine(model, optimizer, data, **{"batch_size": 4, **options})
-            for batch in engine.batches():
-                engine.step(batch, lambda model, batch: model(batch[0]).square().mean(1))
-            engine.detach()
-        return model.state_dict()
-
-    return train
-
-
-@pytest.mark.parametrize(
-    ("engines", "spent"),
-    [
-        ([{"noise_multiplier": 1.2}], "5 steps .* noise multiplier 1.2"),
-        (
-            [{"noise_multiplier": 1.3, "batch_size": 5}, {"noise_multiplier": 9.0}],
-            "4 steps .* at rate 0.25 .*; 5 steps",
-        ),
-        ([{"noise_multiplier": 1.3, "noise": "test", "seed": 1}], "spent epsilon inf"),
-        ([{"noise_multiplier": 1.3, "unit_ids": range(20)}], "protect something else"),
-    ],
-)
-@pytest.mark.usefixtures("five")
-@pytest.mark.usefixtures("coarse_losses")
-def test_a_run_that_spends_more_than_is_charged_is_refused_before_its_score(
-    engines: list[dict[str, Any]], spent: str
-) -> None:
-    asked: list[Any] = []
-    with pytest.raises(PrivacyError, match=f"{spent}.* a run is charged for 5 steps .* Give select the noise_mult"):
-        Trainings().select(None, train=trained(*engines), score=asked.append, **RUN)
-    assert asked == []
-
-
-@pytest.mark.usefixtures("five")
-@pytest.mark.usefixtures("coarse_losses")
-def test_a_run_that_spends_what_is_charged_or_less_is_accepted() -> None:
-    for engine in ({"noise_multiplier": 1.3}, {"noise_multiplier": 1.5}):
-        best = Trainings().select(None, train=trained(engine), score=lambda _: 1.0, **RUN)
-        assert best.events == (Selection((SampledGaussian(0.2, 1.3, 5),), 4),)
-
-
-@pytest.mark.usefixtures("five")
-@pytest.mark.usefixtures("coarse_losses")
-def test_what_was_released_before_is_charged_once_beside_the_search(path: Path) -> None:
-    released = ghostclip.private_mean(FEATURES, noise_multiplier=4.0)
-    train = trained({"noise_multiplier": 1.3, "before": [released]})
-    with pytest.raises(PrivacyError, match=r"1 step over Poisson samples at rate 1 .* and before=\[...\] too"):
-        Trainings().select(None, train=train, score=lambda _: 1.0, **RUN)
-    search = Selection((SampledGaussian(0.2, 1.3, 5),), 4)
-    options = {**RUN, "score": lambda _: 1.0, "before": [released, released]}
-    alone, first = Trainings().select(None, train=train, **options), Trainings().select(path, train=train, **options)
-    assert alone.events == (search, released.event)
-    assert Ledger(path).contents.totals[released.name] == {released.event: 1}
-    assert alone.epsilon == first.epsilon == accounting.epsilon_of([search, released.event], delta=1e-5)
-    assert "It includes 1 release over all examples before the training (noise multiplier 4)." in alone.guarantee()
-    added_up = [SampledGaussian(0.2, 1.3, 20), released.event]
-    assert alone.epsilon_added_up == accounting.epsilon_of(added_up, delta=1e-5)
-    Trainings().select(path, train=train, **options)  # another search, and the same mean
-    assert Counter(Ledger(path).events) == Counter([replace(search, count=2), released.event])
-
-
 @pytest.mark.parametrize("ledger", [True, False])
 def test_releases_about_other_neighbours_are_refused_before_the_draw(
     ledger: bool, path: Path, five: list[float]
 ) -> None:
-    released = ghostclip.private_mean(FEATURES, neighboring="replace_one")
+    released = ghostclip.private_mean(torch.ones(20, 2), neighboring="replace_one")
     with pytest.raises(ValueError, match="the same neighbours"):
         Trainings().select(path if ledger else None, before=[released])
     assert (five, path.exists() and charges(path)) == ([], 0)

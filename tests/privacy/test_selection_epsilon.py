@@ -1,6 +1,7 @@
 """Epsilon of the best of a random number of runs: dp-accounting's, and above the exact divergence."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import dp_accounting
@@ -11,7 +12,15 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from scipy import integrate, stats
 
 from ghostclip import accounting
-from ghostclip.events import FixedSizeGaussian, JointGaussian, SampledGaussian, Selection
+from ghostclip.accounting.spent import sampled_releases
+from ghostclip.events import (
+    CyclicPoissonGaussian,
+    FixedSizeGaussian,
+    JointGaussian,
+    SampledGaussian,
+    Selection,
+    TruncatedGaussian,
+)
 
 SETTING: dict[str, Any] = {"noise_multiplier": 1.3, "sample_rate": 0.05, "steps": 100, "delta": 1e-5}
 SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0, 0.5: 0.5, 3.0: 3.0}
@@ -158,3 +167,59 @@ def test_a_selection_beside_steps_that_only_pld_bounds_is_refused() -> None:
     other = SampledGaussian(0.5, 1.0, relation="replace_one")
     with pytest.raises(ValueError, match="the same neighbours"):
         accounting.epsilon_of([EVENT, other], delta=1e-5)
+
+
+SPENT: list[list[Any]] = [
+    [SampledGaussian(rate, noise, steps)]
+    for rate, steps in ((0.1, 25), (0.01, 100), (0.001, 50), (1.0, 1))
+    for noise in (0.61, 1.1, 3.5, 12.0)
+] + [
+    [SampledGaussian(0.1, 4.5, 20), SampledGaussian(0.1, 4.6, 20)],
+    [SampledGaussian(0.1, 4.0, 20), SampledGaussian(1.0, 12.0)],
+    [JointGaussian((SampledGaussian(0.1, 4.0), SampledGaussian(0.1, 8.0)), 20)],
+    [CyclicPoissonGaussian(0.1, 3.0, 40, separation=2)],
+    [CyclicPoissonGaussian(0.1, 3.0, 41, separation=2)],
+]
+
+
+@pytest.mark.parametrize(("run", "covered"), [(SampledGaussian(0.1, 3.0, 20), 9), (SampledGaussian(1.0, 4.0), 4)])
+def test_a_search_spends_no_more_over_runs_that_it_covers(run: SampledGaussian, covered: int) -> None:
+    """Whatever the distribution and delta."""
+    found = [tuple(sampled_releases(spent)) for spent in SPENT if accounting.covers(run, spent)]
+    assert len(found) == covered
+    for law, delta in (("poisson", 1e-5), (0.5, 1e-2)):
+        charged = accounting.epsilon_of([Selection((run,), 5, law)], delta=delta)
+        spent = [accounting.epsilon_of([Selection(each, 5, law)], delta=delta) for each in found]
+        assert max(spent) <= charged * (1 + 1e-6)
+
+
+def test_a_smaller_epsilon_at_one_delta_covers_nothing() -> None:
+    """The example of `covers`."""
+    run, other = SampledGaussian(0.1, 3.0, 20), SampledGaussian(0.001, 0.605, 50)
+    assert accounting.epsilon_of([other], delta=1e-5) < accounting.epsilon_of([run], delta=1e-5) < 0.62
+    one, two = (accounting.epsilon_of([Selection((each,), 5)], delta=1e-5) for each in (run, other))
+    assert (round(one, 2), round(two, 2)) == (1.13, 2.59)
+    assert not accounting.covers(run, [other])
+
+
+def test_a_part_of_a_run_is_covered_without_a_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ghostclip.accounting.selection.divergences_of", lambda _: pytest.fail("computed"))
+    run = SampledGaussian(0.1, 3.0, 20)
+    for part in (run, SampledGaussian(0.1, 3.0, 19), SampledGaussian(0.05, 3.0, 20), SampledGaussian(0.1, 4.0, 20)):
+        assert accounting.covers(run, [part])
+    assert accounting.covers(run, [SampledGaussian(0.1, 3.0, 12), SampledGaussian(0.1, 3.0, 8)])
+    assert accounting.covers(run, [])
+    assert not accounting.covers(run, [SampledGaussian(0.1, 0.0)])
+
+
+def test_more_noise_is_covered_at_orders_where_no_divergence_is_known() -> None:
+    """dp-accounting has none at low orders and rate 0.5: at 9 orders for noise multiplier 4, at 12 for 16."""
+    run = SampledGaussian(0.5, 4.0, 20)
+    assert accounting.covers(run, [SampledGaussian(0.5, 4.0, 10), SampledGaussian(0.5, 16.0, 10)])
+    assert not accounting.covers(run, [SampledGaussian(0.5, 4.0, 20), SampledGaussian(0.5, 16.0)])
+
+
+def test_samples_that_may_be_cut_down_are_not_covered() -> None:
+    cut = TruncatedGaussian(0.1, 50.0, dataset_size=300, max_batch_size=40)
+    assert not accounting.covers(SampledGaussian(0.1, 3.0, 20), [cut])
+    assert accounting.covers(SampledGaussian(0.1, 3.0, 20), [replace(cut, max_batch_size=300)])
