@@ -152,6 +152,7 @@ def epsilon_plot(
         axes.plot([], [], color=GREY, linewidth=1.4, linestyle=":", label="if training went on")
     if target is not None:
         axes.axhline(target, color=GREY, linewidth=1, linestyle="--", label=f"target: {target:g}")
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     _legend(axes)
@@ -171,6 +172,7 @@ def norm_plot(norms: Sequence[float], max_norm: float) -> bytes:
     colours = [below if left < max_norm * 0.999 else above for left in edges[:-1]]
     axes.bar(edges[:-1], counts, width=np.diff(edges), align="edge", color=colours)
     axes.set_xscale("log")
+    _log_ticks(axes.xaxis, float(edges[0]), float(edges[-1]))
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, max(1.0, float(np.max(counts, initial=0))) * 1.35)
     axes.axvline(max_norm, color=GREY, linewidth=1.2, linestyle="--", label=f"clipping norm C = {max_norm:g}")
@@ -278,6 +280,16 @@ def _smoothed(values: Sequence[float]) -> np.ndarray:
     windows = (array[max(0, i - reach) : i + reach + 1] for i in range(len(array)))
     finite = [window[np.isfinite(window)] for window in windows]
     return np.array([window.mean() if len(window) else math.nan for window in finite])
+
+
+def _log_ticks(axis: Any, low: float, high: float) -> None:
+    """At most five numbers on a logarithmic axis: 1, 2, 5 of each decade, 1 where those are many, or every digit."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    figures = range(1, 10) if high < 10 * low else (1, 2, 5) if len(decades) < 5 else (1,)
+    ticks = [tick for power in decades for figure in figures if low <= (tick := figure * 10.0**power) <= high]
+    ticks = ticks[:: -(-len(ticks) // 5)] if ticks else [low, high]
+    axis.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
+    axis.set_ticks([], minor=True)
 
 
 def _log_edges(norms: np.ndarray, max_norm: float) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ghostclip import traces
-from ghostclip.report.plots import COLOURS, GREY, NOT_PRIVATE, RESOLUTION, _axes, _label, _png
+from ghostclip.report.plots import COLOURS, GREY, NOT_PRIVATE, RESOLUTION, _axes, _label, _log_ticks, _png
 from ghostclip.validate import one_of
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ def heatmap(found: Mapping[str, Any], value: str = "median_norm") -> bytes:
     _whole_ticks(axes)
     bar = figure.colorbar(image, ax=axes, label=about)
     if logarithmic:
-        bar.set_ticks(ticks := _ticks(low, high), labels=[f"{tick:g}" for tick in ticks])
-        bar.ax.minorticks_off()
+        _log_ticks(bar.ax.yaxis, low, high)
     return _png(figure)
 
 
@@ -76,13 +75,6 @@ def _whole_ticks(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Numbers from ``low`` to ``high`` for a logarithmic axis: 1, 2, 5 of each decade, or 1 where those are many."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    figures = (1, 2, 5) if len(decades) < 5 else (1,)
-    return [tick for power in decades for figure in figures if low <= (tick := figure * 10.0**power) <= high]
 
 
 def histograms(found: Mapping[str, Any], groups: Sequence[str] | None = None) -> bytes:
@@ -127,6 +119,7 @@ def _histogram(axes: Axes, norms: np.ndarray, thresholds: np.ndarray) -> None:
     edges = np.geomspace(every.min() * 0.95, every.max() * 1.05, 41).tolist()
     counts, _, _ = axes.hist(norms, bins=edges, color=COLOURS[0])
     axes.set_xscale("log")
+    _log_ticks(axes.xaxis, edges[0], edges[-1])
     axes.set_ylim(0, max(1.0, float(np.max(counts, initial=0))) * 1.3)  # the legend has its place above the bars
     if len(thresholds):
         low, high = thresholds.min(), thresholds.max()
@@ -152,12 +145,16 @@ def threshold_paths(found: Mapping[str, Any]) -> bytes:
     figure, axes = _axes(f"Clipping thresholds\n({NOT_PRIVATE})", "step", "norm")
     medians = _medians(found)
     clipped = [place for place in range(len(found["groups"])) if np.isfinite(found["threshold"][:, place]).any()]
-    for colour, place in zip(cycle(COLOURS), clipped, strict=False):
+    # Dashed in turns, so that of equal thresholds each is seen.
+    for colour, dashes, place in zip(cycle(COLOURS), cycle(("-", "--", ":")), clipped, strict=False):
         name = found["groups"][place] or "(the model)"
-        axes.plot(found["step"], found["threshold"][:, place], color=colour, linewidth=1.8, label=name)
+        axes.plot(
+            found["step"], found["threshold"][:, place], dashes, color=colour, linewidth=1.8, marker=".", label=name
+        )
         axes.plot(found["step"], medians[:, place], color=colour, linewidth=0.8, alpha=0.6)
     axes.plot([], [], color=GREY, linewidth=0.8, label="thin: median norm")
     axes.set_yscale("log")
+    _log_ticks(axes.yaxis, *axes.get_ylim())
     _whole_ticks(axes)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False)
     return _png(figure)
