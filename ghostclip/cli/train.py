@@ -67,7 +67,13 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(ledger=None)
     add = parser.add_argument_group("what to train").add_argument
     add("--model", choices=models.NAMES, default="cnn", help="default: cnn")
-    add("--data", choices=datasets.NAMES, default="digits", help="default: digits, which are embedded")
+    add(
+        "--data",
+        choices=datasets.NAMES,
+        default="digits",
+        help="default: digits, which are embedded; images: your "
+        "own, in folders train/CLASS/ and test/CLASS/ of --data-dir (other data: in Python)",
+    )
     add("--data-dir", type=Path, metavar="DIR", help="folder that holds the data set's files")
     add("--vocabulary", type=Path, metavar="FILE", help="for imdb: public words, one a line")
     add("--method", choices=METHODS, default="auto", help="how per-example gradients are clipped (default: auto)")
