@@ -32,7 +32,7 @@ demo: $(DEMO)  ## train a network privately on handwritten digits, and a linear 
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 test test-all: export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
-test: install  ## the test suite, in two processes (4 minutes on two cores)
+test: install  ## the test suite, in two processes (4 to 7 minutes on two cores)
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist worksteal
 
 test-all: install  ## the test suite with the long checks

@@ -2230,7 +2230,7 @@ RAGGED_NORMS = [
     Mutant(
         "numbers of a method's object are no part of a graph's key",
         "ghostclip/compiled/signature.py",
-        'parts.append((name, _part(value, kept, inner), *_numbers(value, getattr(method, "__code__", None))))',
+        "parts.append((name, _part(value, kept, inner), *_numbers(value, code)))",
         "pass",
         ("tests/clipper/test_compiled_keys.py",),
     ),
@@ -4618,8 +4618,8 @@ GRAPHS = [
     Mutant(
         "what properties read is no part of a graph's key",
         "ghostclip/compiled/signature.py",
-        "return value.fget if isinstance(value, property) else",
-        "return None if isinstance(value, property) else",
+        "function = value.fget if isinstance(value, property) else",
+        "function = None if isinstance(value, property) else",
         CHANGING,
     ),
     Mutant(

@@ -273,11 +273,12 @@ def _read_by(method: Any, owner: Any, kept: Kept, depth: int, place: int = 0) ->
     own = {} if isinstance(owner, type) else dict(getattr(owner, "__dict__", {}))
     for inside in ("_parameters", "_buffers", "_modules") if isinstance(owner, nn.Module) else ():
         own |= own[inside]
-    for name in _names_read(method, kind, place):
+    code = getattr(method, "__code__", None)
+    for name in _names_read(code, kind, place):
         value = own[name] if name in own else _of_class(owner, kind, name)
         if name in own or type(value) in PLAIN:
             inner = 0 if isinstance(owner, nn.Module) and isinstance(value, nn.Module) else max(depth - 1, 0)
-            parts.append((name, _part(value, kept, inner), *_numbers(value, getattr(method, "__code__", None))))
+            parts.append((name, _part(value, kept, inner), *_numbers(value, code)))
     return parts
 
 
@@ -302,30 +303,34 @@ def _of_class(owner: Any, kind: Any, name: str) -> Any:
 
 def _names_read_by_forward(module: nn.Module) -> tuple[str, ...]:
     kind: Any = type(module)
-    return _names_read(kind.forward, kind)
+    return _names_read(getattr(kind.forward, "__code__", None), kind)
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_read(method: Any, kind: Any, place: int = 0) -> tuple[str, ...]:
+def _names_read(code: CodeType | None, kind: Any, place: int = 0) -> tuple[str, ...]:
     """The attributes of an object of a class that a method of it, and methods that it calls, read of it.
 
-    ``place`` is that of the object among the method's arguments.
+    Args:
+        code: the method's, which functions that are made anew share; None where it has none.
+        kind: the class.
+        place: of the object among the method's arguments.
     """
-    found, left, seen = list[str](), [method], list[Any]()
+    found, left, seen = list[str](), [code], list[Any]()
     while left:
         one = left.pop()
-        if not isinstance(one, FunctionType) or one in seen:
+        if one is None or one in seen:
             continue
-        names = _reads(one.__code__, 0 if seen else place)[0]
+        names = _reads(one, 0 if seen else place)[0]
         seen.append(one)
         found += names
-        left += [_function(vars(base)[name]) for name in names for base in kind.__mro__ if name in vars(base)]
+        left += [_code(vars(base)[name]) for name in names for base in kind.__mro__ if name in vars(base)]
     return tuple(dict.fromkeys(found))
 
 
-def _function(value: Any) -> Any:
-    """The function of a property or of a method of the class; any other value as it is."""
-    return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+def _code(value: Any) -> CodeType | None:
+    """The code of a property or of a method of the class; None of any other value."""
+    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return function.__code__ if isinstance(function, FunctionType) else None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ from ghostclip.clipper import ClippingResult
 __all__ = ["ReadableExamples"]
 
 log = logging.getLogger("ghostclip")
-# Fewer of the examples than this share being finite is said.
+# A warning is due where a smaller share of the examples than this is finite.
 SHARE = 0.75
 
 

@@ -1,6 +1,9 @@
 """What a model or a loss reads changes after its graph was made: another graph runs, or none."""
 
+import gc
+import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,7 +190,7 @@ def of_class_of_model():
 
 
 def of_forward():
-    return Scaled(), losses, lambda patch: patch.setattr(Scaled, "forward", Flagged.forward) or 0
+    return Scaled(), losses, lambda patch: patch.setattr(Scaled, "forward", Flagged.forward)
 
 
 def of_keys():
@@ -271,6 +274,7 @@ CHANGES = {
         ScaledByClass, lambda model, batch: model.settings["scale"] * losses(model, batch)
     ),
     "number of the model's class": of_class_of_model,
+    "forward of the model's class": of_forward,
     "keys of a dict": of_keys,
     "an entry from one list to the next": of_lists,
     "class of a module": of_type,
@@ -300,6 +304,17 @@ def test_no_graph_of_before_runs_after_a_change(name, monkeypatch):
         clipper.clip(loss_fn, batch_of(seed))
         model.zero_grad()
     assert plan.region.runs == runs
+
+
+def test_loss_functions_that_are_made_anew_are_not_kept():
+    clipper, made = ghostclip.GhostClipper(net(), 1.0, compile=True), list[Any]()
+    for seed in range(10):
+        values = torch.full((1,), float(seed))
+        made.append(weakref.ref(values))
+        clipper.clip(lambda model, batch, weight=values: weight * losses(model, batch), batch_of(seed))
+        del values
+    gc.collect()
+    assert sum(each() is not None for each in made) <= clipper.compiled.graphs
 
 
 def test_a_policy_of_one_s_own_with_another_number_has_another_graph():
