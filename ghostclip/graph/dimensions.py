@@ -25,9 +25,9 @@ def dim_after(node: Any, word: str, slot: int, dim: int, more: int, along: Colle
         more: how many dimensions more the result has than the input; fewer, if negative.
         along: those along which it works, as `worked` says.
     """
-    # Of addbmm's factors the first dimension is added up: it becomes -1, which no result has.
     if word in op.BY_CHANNEL and slot:  # weights [channels]
         return dim + 1
+    # Of addbmm's factors the first dimension is added up: it becomes -1, which no result has.
     if word in op.POINTWISE or word == "Addbmm" or (word in op.PRODUCTS and slot < len(node.next_functions) - 2):
         return dim + more  # counted from the last, as in broadcasting
     return dim - sum(each < dim for each in along) if more < 0 else dim
