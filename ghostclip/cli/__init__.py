@@ -20,8 +20,8 @@ from ghostclip.errors import GhostClipError
 __all__ = ["main"]
 
 
-# {command: (the module that has its add_<command> and run_<command>, what it does)}. Importing a module takes torch and
-# a second, so ``--help``, ``--version`` and a mistyped command import none.
+# {command: (the module that has its add_<command> and run_<command>, what it does)}. Importing a module other
+# than `spending` takes torch and seconds, so ``--help``, ``--version`` and a mistyped command import none.
 COMMANDS = {
     "train": ("train", "train one of the paper's models privately, and tell what it spent"),
     "epsilon": ("spending", "privacy spent by a setting"),
@@ -110,8 +110,7 @@ def _parser() -> OneLineParser:
 
 
 def _prepare(name: str, module: str, parser: OneLineParser) -> None:
-    """Imports the command and adds its arguments, and ``--json``, which all have."""
-    ghostclip._load()
+    """Imports the command's module and adds its arguments, and ``--json``, which all have."""
     command = importlib.import_module(f"ghostclip.cli.{module}")
     getattr(command, f"add_{name}")(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")

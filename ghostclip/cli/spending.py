@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ghostclip import accounting
+import ghostclip.accounting as accounting  # `from ghostclip` loads all public names, and torch with them
 from ghostclip.cli.arguments import UsageError, print_json
 from ghostclip.events import RELATIONS, SAMPLINGS, Event
 from ghostclip.ledger import Charge, Ledger
