@@ -28,6 +28,8 @@ OF_THE_GIVEN = (
     "prefetch_factor",
     "timeout",
 )
+OF_OPACUS = """data_loader draws its batches itself, so it has no {0}; to split them, import BatchMemoryManager from \
+ghostclip.compat.opacus in place of opacus.utils.batch_memory_manager"""
 
 
 class DPDataLoader:
@@ -80,6 +82,8 @@ class DPDataLoader:
     def __getattr__(self, name: str) -> Any:
         if name in OF_THE_GIVEN and "_given" in vars(self):
             return getattr(self._given, name)
+        if name in ("batch_sampler", "sampler"):
+            raise AttributeError(OF_OPACUS.format(name))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def limited(self, most: int) -> DPDataLoader:
