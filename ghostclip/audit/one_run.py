@@ -10,6 +10,7 @@ sequence of sums by C, and knows in which steps each canary has its turn.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -20,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ghostclip.audit.bounds import one_run_epsilon
+from ghostclip.audit.bounds import gaussian_mu, noise_from_rates, one_run_epsilon
 from ghostclip.audit.trade_off import noise_from_guesses
 from ghostclip.audit.training import LossFunction, Training, endless
-from ghostclip.audit.trials import log_ratios
+from ghostclip.audit.trials import ErrorRates, Trials, log_ratios
 from ghostclip.clipping import as_policy
 
 __all__ = ["OneRun", "one_run", "scores"]
@@ -42,26 +43,42 @@ class OneRun:
         guesses: r, half of them "in" for the largest scores and half "out" for the smallest; the rest are abstained
             from.
         correct: v.
+        errors: how often one threshold on a score errs, each canary a trial; None: only guesses are known.
     """
 
     canaries: int
     guesses: int
     correct: int
+    errors: ErrorRates | None = None
+
+    @property
+    def _guessed(self) -> dict[str, int]:
+        return {"canaries": self.canaries, "guesses": self.guesses, "correct": self.correct}
 
     def epsilon(self, delta: float, confidence: float) -> float:
         """The lower bound (Steinke et al. 2023, corollary 5.4)."""
-        return one_run_epsilon(**vars(self), delta=delta, confidence=confidence)
+        return one_run_epsilon(**self._guessed, delta=delta, confidence=confidence)
 
     def noise_multiplier(self, sample_rate: float, steps: int, confidence: float) -> float:
         """The noise that is refuted for a training of sampled Gaussian releases (Mahloujifar et al. 2025)."""
         failure = 1.0 - confidence
-        return noise_from_guesses(**vars(self), sample_rate=sample_rate, steps=steps, failure=failure)
+        return noise_from_guesses(**self._guessed, sample_rate=sample_rate, steps=steps, failure=failure)
+
+    def independent_noise_multiplier(self, sample_rate: float, steps: int) -> float:
+        """The noise that is refuted if it is independent in each coordinate, as that of sampled Gaussian releases is.
+
+        Canaries have a coordinate each, so their scores are then independent trials of one attack (that scores of
+        canaries are to be taken as samples of two distributions: Agrawal et al. 2026, "Let's ask Gauss"; here without
+        their normal approximation, since the trade-off curve of the releases is known).
+        """
+        return noise_from_rates(*self.errors.bounds, sample_rate, steps) if self.errors else math.inf
 
 
 def one_run(training: Training, canaries: int, confidence: float, watch: Callable[[], None]) -> OneRun:
     """Trains once and guesses which of so many canaries took part.
 
-    The number of guesses is chosen beforehand, by the ``confidence`` with which the bound will be asked for.
+    The number of guesses and the threshold are chosen beforehand, by the ``confidence`` with which the bounds will be
+    asked for.
 
     Raises:
         ValueError: too few canaries, or no fewer than there are examples; GhostClipError: the training can't be run.
@@ -71,10 +88,11 @@ def one_run(training: Training, canaries: int, confidence: float, watch: Callabl
             f"canaries must be at least 2 (or 0, for none) and, since they take the places of examples, fewer than the "
             f"{training.size} examples; got {canaries}"
         )
-    guesses = _best_number_of_guesses(training, canaries, confidence)
+    guesses, threshold = _rehearsed(training, canaries, confidence)
     inside = np.random.default_rng().integers(0, 2, canaries).astype(bool)
     found = _train(training, inside, watch)
-    return OneRun(canaries, 2 * guesses, _correct(found, inside, guesses))
+    errors = Trials(found, inside).error_rates_at(threshold, 1.0 - confidence)
+    return OneRun(canaries, 2 * guesses, _correct(found, inside, guesses), errors)
 
 
 def _train(training: Training, inside: np.ndarray, watch: Callable[[], None]) -> np.ndarray:
@@ -149,22 +167,24 @@ def _losses_with(training: Training, pull: float) -> LossFunction:
     return losses
 
 
-def _best_number_of_guesses(training: Training, canaries: int, confidence: float) -> int:
-    """How many to guess on each side, by trials with simulated scores of the claimed mechanism.
+def _rehearsed(training: Training, canaries: int, confidence: float) -> tuple[int, float]:
+    """How many to guess on each side, and a threshold, by trials with simulated scores of the claimed mechanism.
 
-    Chosen before the training is looked at, so the bound needs no correction for the choice.
+    Chosen before the training is looked at, so the bounds need no correction for the choice.
     """
     choices = sorted({max(1, round(canaries // 2 * share)) for share in SHARES})
     generator = np.random.default_rng()
-    gains = np.zeros(len(choices))
+    gains, every = np.zeros(len(choices)), []
     for _ in range(REHEARSALS):
         inside = generator.integers(0, 2, canaries).astype(bool)
-        simulated = _simulated(training, inside, generator)
+        every.append(Trials(_simulated(training, inside, generator), inside))
         for place, guesses in enumerate(choices):
-            rehearsed = OneRun(canaries, 2 * guesses, _correct(simulated, inside, guesses))
+            rehearsed = OneRun(canaries, 2 * guesses, _correct(every[-1].scores, inside, guesses))
             gains[place] += rehearsed.epsilon(training.target_delta, confidence)
+    together = Trials(*(np.concatenate([getattr(each, name) for each in every]) for name in ("scores", "inside")))
     # Where no number promises a bound, guessing about all leaves a mechanism that breaks its claim most to show.
-    return choices[int(gains.argmax())] if gains.any() else choices[-1]
+    guesses = choices[int(gains.argmax())] if gains.any() else choices[-1]
+    return guesses, together.best_threshold(gaussian_mu, 1.0 - confidence)
 
 
 def _simulated(training: Training, inside: np.ndarray, generator: np.random.Generator) -> np.ndarray:

@@ -19,7 +19,7 @@ class Bound:
     """One lower bound on epsilon, beside the claimed epsilon.
 
     Attributes:
-        method: "clopper-pearson", "gaussian", "one-run" or "one-run f-DP".
+        method: "clopper-pearson", "gaussian", "one-run", "one-run f-DP" or "one-run Gaussian".
         about: "trial" (the releases one white-box trial saw) or "training" (all of it).
         epsilon: spent at least, with the audit's confidence (all its bounds hold together with it).
         claimed: what accounting says is spent at most.

@@ -70,9 +70,12 @@ class Trials:
             failure: probability, half of it for each of the two bounds.
         """
         held = max(2, round(CHOOSING * len(self)))
-        choosing, judging = self.first(held), Trials(self.scores[held:], self.inside[held:])
-        threshold = choosing._best_threshold(merit, failure)
-        out, within = judging._split()
+        judging = Trials(self.scores[held:], self.inside[held:])
+        return judging.error_rates_at(self.first(held).best_threshold(merit, failure), failure)
+
+    def error_rates_at(self, threshold: float, failure: float) -> ErrorRates:
+        """Error rates at a threshold that these trials had no part in choosing; ``failure`` as for `error_rates`."""
+        out, within = self._split()
         positives, negatives = int((out > threshold).sum()), int((within <= threshold).sum())
         return ErrorRates(
             threshold=threshold,
@@ -87,7 +90,7 @@ class Trials:
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
         return self.scores[~self.inside], self.scores[self.inside]
 
-    def _best_threshold(self, merit: Merit, failure: float) -> float:
+    def best_threshold(self, merit: Merit, failure: float) -> float:
         """The threshold of the best merit, of some between the scores at evenly spaced ranks.
 
         It goes by bounds on the error rates, so that few trials don't mislead.
