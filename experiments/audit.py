@@ -187,16 +187,16 @@ def table(results: dict[str, Any]) -> str:
         "Correlated noise, audited as a whole by one run: 8,000 examples, of which 4,000 are canaries, one turn for "
         "each in 8 steps, noise multiplier 2.",
         "",
-        "| training | planted bug | runs | claimed epsilon | one-run f-DP, mean | smallest | largest | above |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| training | planted bug | runs | claimed epsilon | bound | mean | smallest | largest | above |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in results["by_turns"]:
-        values = row["bounds"]["one-run f-DP"]
-        above = sum(value > row["claimed"] for value in values)
-        turns.append(
-            f"| {row['training']} | {row['bug']} | {len(values)} | {row['claimed']:.3f} | {mean(values):.2f} | "
-            f"{min(values):.2f} | {max(values):.2f} | {above} |"
-        )
+        for method, values in row["bounds"].items():
+            above = sum(value > row["claimed"] for value in values)
+            turns.append(
+                f"| {row['training']} | {row['bug']} | {len(values)} | {row['claimed']:.3f} | {method} | "
+                f"{mean(values):.2f} | {min(values):.2f} | {max(values):.2f} | {above} |"
+            )
     machine = in_words(results["machine"])
     return "\n".join(["# Audits", "", *lines, "", *told, "", *turns, "", f"Machine: {machine}", ""])
 

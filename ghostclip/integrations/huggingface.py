@@ -140,8 +140,11 @@ class PrivateTrainer(Trainer):
             model: the trained one.
             inputs: what the data collator made, on the model's device.
         """
-        assert self._compute_losses is not None
-        return self._compute_losses(model, inputs)
+        return (self._compute_losses or self.task_losses)(model, inputs)
+
+    def task_losses(self, model: nn.Module, inputs: Any) -> Tensor:
+        """Losses [B] of the model's task, for a `compute_losses` that changes them; arguments as there."""
+        return self._losses_of_task()(model, inputs)
 
     def _losses_of_task(self) -> ComputeLosses:
         """The losses of the model's task; UnsupportedModelError where it isn't known."""

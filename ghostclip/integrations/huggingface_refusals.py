@@ -68,6 +68,15 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (False, None, "no"),
         "counts the tokens of the examples that were drawn, which is private; leave it out",
     ),
+    "debug": (
+        ("", [], None),
+        "prints the largest numbers of each layer for private batches, and ends the training because of them; debug on "
+        "public data, or leave it out",
+    ),
+    "skip_memory_metrics": (
+        (True,),
+        "reports the memory that the training took, which depends on the examples that were drawn; leave it out",
+    ),
     "deepspeed": ((None, ""), "shards or replaces the optimizer; use DistributedDataParallel, which torchrun starts"),
     "fsdp": (
         (None, "", [], False),
@@ -102,9 +111,15 @@ def check_arguments(args: TrainingArguments) -> None:
             f"hub_strategy={_word(args.hub_strategy)!r} would publish checkpoints, whose random states are private; "
             'use "end" or "every_save"'
         )
-    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-        if (getattr(args, name, None) or {}).get("use_reentrant"):
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        chosen = getattr(args, name, None) or {}
+        if chosen.get("use_reentrant"):
             raise PrivacyError(f'{name}: use_reentrant=True hides the graph; use {{"use_reentrant": False}}')
+        if chosen.get("selective"):
+            raise PrivacyError(
+                f"{name}: what selective=True keeps serves one backward, and clipping needs two; leave it out: "
+                "gradient_checkpointing=True saves more memory"
+            )
     if "num_steps" in (getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}):
         raise PrivacyError("num_steps of accelerator_config isn't followed; use gradient_accumulation_steps")
 

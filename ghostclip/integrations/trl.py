@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
     raise missing(error, "trl") from None
 
 from ghostclip.engine.step import BatchIndexOf
-from ghostclip.errors import PrivacyError
+from ghostclip.errors import PrivacyError, UnsupportedModelError
 from ghostclip.integrations.huggingface import PrivacyArguments as PrivacyArguments  # for one import in a script
 from ghostclip.integrations.huggingface import PrivateTrainer
 from ghostclip.integrations.huggingface_losses import ComputeLosses
@@ -39,6 +39,8 @@ from ghostclip.integrations.trl_refusals import (
     check_documents,
     check_options,
     check_packing,
+    refuse_adapters_with_packing,
+    refuse_with_packing,
 )
 
 __all__ = ["PrivateDPOTrainer", "PrivateSFTTrainer", "private"]
@@ -49,6 +51,7 @@ class TRLTrainer(PrivateTrainer):
 
     _trainer: ClassVar[type] = Trainer
     _refused: ClassVar[Refused] = {}
+    _packs = False
 
     def __init__(self, *given: Any, **options: Any) -> None:
         names = list(inspect.signature(self._trainer).parameters)
@@ -57,7 +60,14 @@ class TRLTrainer(PrivateTrainer):
         args = self._arguments("tmp_trainer") if args is None else args
         check_options(args, self._refused)
         check_documents(options.get("train_dataset"))
-        super().__init__(args=self._for_trl(args), **options)
+        args = self._for_trl(args)
+        if self._packs:
+            known = type(self).compute_losses is PrivateTrainer.compute_losses
+            own = not known or options.get("compute_losses") is not None
+            refuse_with_packing(own, options.get("data_collator"))
+        super().__init__(args=args, **options)
+        if self._packs:
+            refuse_adapters_with_packing(getattr(self.model, "peft_config", {}))
         if getattr(self, "_is_vision_dataset", False):
             raise PrivacyError(
                 "train_dataset has images, and TRL's batches of images have no dimension of examples; train on texts, "
@@ -85,7 +95,8 @@ class PrivateSFT(TRLTrainer):
     def _for_trl(self, args: Any) -> Any:
         """Without packing: TRL would pack the data set, of which documents could no longer be sampled."""
         check_packing(args)
-        self._packs = bool(args.packing or args.padding_free)
+        # Plain TrainingArguments, of which TRL makes an SFTConfig, have neither.
+        self._packs = bool(getattr(args, "packing", False) or getattr(args, "padding_free", False))
         if self._packs:
             args = copy.copy(args)
             args.packing = args.padding_free = args.eval_packing = False
@@ -98,6 +109,16 @@ class PrivateSFT(TRLTrainer):
     def _batch_index(self) -> BatchIndexOf:
         """The documents of packed tokens, which saves a backward of two; users and compiled steps take none."""
         return documents_of if self._packs and self.privacy.unit_ids is None and not self._compiles else None
+
+    def training_step(self, *given: Any, **options: Any) -> Tensor:
+        """See `PrivateTrainer.training_step`."""
+        try:
+            return super().training_step(*given, **options)
+        except UnsupportedModelError as error:
+            if not self._packs:
+                raise
+            crossing = "with packing, or padding_free, examples may meet in attention across documents: leave it out"
+            raise UnsupportedModelError(f"{error} ({crossing})") from error
 
     def _losses_of_task(self) -> ComputeLosses:
         losses = packed_losses if self._packs else conversation_losses
@@ -141,7 +162,7 @@ class PrivateSFTTrainer(PrivateSFT, SFTTrainer):
     the tokens of the batch, which weighs long examples more.
 
     With ``packing`` or ``padding_free`` documents are sampled first and put into one row after that. Each is an example
-    all the same, and no padding is computed.
+    all the same, and no padding is computed. Losses and data collators of one's own don't go with it.
 
     Args:
         model, args, others, options: as for SFTTrainer; ``args`` is an `SFTConfig`.
@@ -172,7 +193,8 @@ def private(trainer: type) -> type:
     """The private class of a trainer: of SFTTrainer, DPOTrainer, a subclass of them, or one with losses of its own.
 
     A subclass that computes other losses defines ``compute_losses(self, model, inputs)``, which returns one loss for
-    each example; ``compute_loss`` is used for evaluation only.
+    each example, and may call ``self.task_losses(model, inputs)`` for those that the trainer would compute.
+    ``compute_loss`` is used for evaluation only.
 
     Args:
         trainer: a class. Its constructor takes what SFTTrainer's or DPOTrainer's takes, besides its own.
@@ -192,8 +214,8 @@ def private(trainer: type) -> type:
     if not parts and own is None and trainer is not Trainer:
         raise TypeError(
             f"the losses of single examples aren't known for {trainer.__name__}: private() knows SFTTrainer, "
-            "DPOTrainer and subclasses of them; define compute_losses(self, model, inputs), which returns one loss for "
-            "each example"
+            "DPOTrainer and subclasses of them (KTO's losses contain a mean over the batch); define "
+            "compute_losses(self, model, inputs), which returns one loss for each example"
         )
     content = {"__doc__": trainer.__doc__, "__module__": trainer.__module__}
     content |= {} if own is None else {"compute_losses": own}

@@ -8,7 +8,16 @@ from typing import Any, TypeAlias
 from ghostclip.errors import PrivacyError
 from ghostclip.integrations.trl_losses import OF_PAIRS
 
-__all__ = ["DPO_REFUSED", "SFT_REFUSED", "Refused", "check_documents", "check_options", "check_packing"]
+__all__ = [
+    "DPO_REFUSED",
+    "SFT_REFUSED",
+    "Refused",
+    "check_documents",
+    "check_options",
+    "check_packing",
+    "refuse_adapters_with_packing",
+    "refuse_with_packing",
+]
 
 # {field of the arguments: (values that are fine, why another one isn't and what to do)}
 Refused: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -61,25 +70,58 @@ def check_options(args: Any, refused: Refused) -> None:
     for name in names if isinstance(names, list) else []:
         if name not in OF_PAIRS:
             raise PrivacyError(
-                f"loss_type={name!r} of {kind} isn't a sum over pairs: it sorts or averages over the batch, so that a "
-                f"pair's loss depends on others; use one of {', '.join(OF_PAIRS)}"
+                f"loss_type={name!r} of {kind} isn't known as a sum over pairs (one that sorts or averages over the "
+                f"batch makes a pair's loss depend on others); use one of {', '.join(OF_PAIRS)}"
             )
 
 
 def check_packing(args: Any) -> None:
     """Raises PrivacyError for packs that cut documents apart, each of which is one example."""
-    if args.packing and args.packing_strategy != "bfd":
+    if getattr(args, "packing", False) and args.packing_strategy != "bfd":
         raise PrivacyError(
             f"packing_strategy={args.packing_strategy!r} of {type(args).__name__} cuts documents apart, and each is "
             'one example; use "bfd": documents are sampled first and packed whole, up to max_length tokens of each'
         )
 
 
+def refuse_with_packing(own_losses: bool, data_collator: Any) -> None:
+    """Raises PrivacyError for what can't know whose a token is where all documents of a batch are one row."""
+    if own_losses:
+        raise PrivacyError(
+            "packing (or padding_free) and a compute_losses of your own don't go together: its inputs would be one row "
+            "[1, all tokens], whose sums and counts are of all documents; leave one of them out"
+        )
+    if data_collator is not None:
+        raise PrivacyError(
+            "packing (or padding_free) and a data_collator of your own don't go together: it may pad on the left, or "
+            "leave out the attention_mask by which documents end; leave one of them out"
+        )
+
+
+def refuse_adapters_with_packing(configs: Mapping[str, Any]) -> None:
+    """Raises PrivacyError for adapters that compute something for all examples of a batch at once.
+
+    Args:
+        configs: {adapter: configuration of peft}.
+    """
+    for config in configs.values():
+        kind = str(_plain(config.peft_type))
+        chosen = [name for name in ("use_dora", "trainable_token_indices") if getattr(config, name, None)]
+        if chosen or kind == "IA3" or config.is_prompt_learning:
+            raise PrivacyError(
+                f"packing (or padding_free) and adapters by {', '.join(chosen) or kind} don't go together: what they "
+                "compute for all examples at once can't be tested document by document; leave packing out, or take "
+                "plain LoRA"
+            )
+
+
 def check_documents(rows: Any) -> None:
     """Raises PrivacyError for a data set whose rows are packs of documents, as TRL's ``pack_dataset`` makes them."""
     names = getattr(rows, "column_names", None) or []
-    packed = "seq_lengths" in names and any(len(lengths) > 1 for lengths in rows["seq_lengths"])
-    if packed or ("position_ids" in names and any(each.count(0) > 1 for each in map(list, rows["position_ids"]))):
+    lengths = rows["seq_lengths"] if "seq_lengths" in names else []
+    positions = rows["position_ids"] if "position_ids" in names else []
+    several = any(len(each) > 1 for each in lengths if isinstance(each, list))
+    if several or any(list(each).count(0) > 1 for each in positions if each is not None):
         raise PrivacyError(
             "train_dataset was packed beforehand: each of its rows holds several documents, so that epsilon would be "
             "about whole packs; give the documents, one in each row, and packing=True, which samples them first and "
