@@ -188,11 +188,12 @@ def test_the_page_of_models_is_that_of_the_results():
 @pytest.mark.usefixtures("coarse_losses")
 def test_correlated_noise_at_equal_epsilon(tmp_path, monkeypatch):
     """A small run, and the published page, which is that of its figures."""
-    small = {"EPSILONS": (4.0,), "EPOCHS": (1,), "BANDS": (1, 8), "WORKLOADS": {"sums": (0.0, False)}}
-    module = changed(monkeypatch, "correlated_noise", WORKLOAD_STEPS=64, **small)
+    module = script("correlated_noise")
     published = json.loads((module.RESULTS / f"{module.FILE}.json").read_text())
     assert (module.RESULTS / f"{module.FILE}.md").read_text() == module.markdown(published)
     assert published["errors"]["8 bands"] == pytest.approx(BandedToeplitz(bands=8).error(published["steps"]), rel=1e-6)
+    small = {"EPSILONS": (4.0,), "EPOCHS": (1,), "BANDS": (1, 8), "WORKLOADS": {"sums": (0.0, False)}}
+    module = changed(monkeypatch, "correlated_noise", WORKLOAD_STEPS=64, **small)
     results, _ = ran(module, tmp_path, "--steps", "64")
     (row,), errors = results["rows"], results["errors"]
     ratio = errors["8 bands"] / errors["1 bands"] * row["noise_multiplier"][1] / row["noise_multiplier"][0]
