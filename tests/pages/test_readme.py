@@ -23,12 +23,11 @@ DOCS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.m
 PAGES = ["README.md", *DOCS]
 NOTEBOOKS = ROOT / "notebooks"
 # What `make test` leaves to `make test-all`: the pages that take longest, together four fifths of the time of all.
-SLOW = {"docs/accelerate.md", "docs/accounting.md", "docs/audit.md", "docs/choosing_privately.md",
-        "docs/composed_clipping.md", "docs/index.md", "docs/private_mean.md",
-        "docs/correlated_noise.md", "docs/finetuning.md", "docs/gpus.md",
-        "docs/huggingface.md", "docs/large_batches.md", "docs/learning.md", "docs/lightning.md", "docs/monitoring.md",
-        "docs/observation.md", "docs/per_layer_clipping.md", "docs/several_processes.md", "docs/training.md",
-        "docs/tutorial.md"}  # fmt: skip
+SLOW = {f"docs/{name}.md" for name in (
+    "accelerate", "accounting", "audit", "checkpoints", "choosing_privately", "composed_clipping", "correlated_noise",
+    "finetuning", "gpus", "huggingface", "index", "large_batches", "learning", "lightning", "monitoring", "observation",
+    "per_layer_clipping", "private_mean", "several_processes", "training", "tutorial",
+)}  # fmt: skip
 # What a page is about and `make test` doesn't install.
 NEEDS = {"docs/finetuning.md": "trl", "docs/lightning.md": "lightning", "docs/accelerate.md": "accelerate"}
 
