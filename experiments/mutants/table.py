@@ -924,7 +924,7 @@ AROUND = [
         "ghostclip/cli/__init__.py",
         '        return _end("interrupted", INTERRUPTED)',
         "        raise",
-        ("tests/pages/test_cli_interrupts.py",),
+        ("tests/pages/test_imports.py", "-k", "ctrl_c",),
     ),
 ]
 
@@ -1670,14 +1670,14 @@ OBSERVED = [
         TRACE,
         "variance = (mean - of_mean) * size / (size - 1)",
         "variance = mean - of_mean",
-        (*TRACED, "-k", "unbiased"),
+        (*TRACED, "-k", "single_gradients"),
     ),
     Mutant(
         "a trace says nothing of being private",
         TRACE,
         '        log.warning("tracing every',
         '        log.debug("tracing every',
-        ("tests/integrations/test_trace_files.py", "-k", "private"),
+        ("tests/integrations/test_trace.py", "-k", "private"),
     ),
     Mutant(
         "epsilon that grows leaves out what was spent before",
@@ -1785,7 +1785,7 @@ INTEGRATED = [
         "ghostclip/integrations/huggingface.py",
         "            if value is not None and kept and self.privacy.log_private_loss:\n",
         "            if value is not None and kept:\n",
-        ("tests/integrations/test_huggingface.py", "tests/integrations/test_huggingface_options.py"),
+        ("tests/integrations/test_huggingface.py",),
     ),
     Mutant(
         "Trainer takes a checkpoint that was not written to its end",
@@ -1799,7 +1799,7 @@ INTEGRATED = [
         "ghostclip/integrations/lightning/callback.py",
         "            self._states = [self.engine.state_dict()]\n",
         "            pass\n",
-        ("tests/integrations/test_lightning_resume.py",),
+        ("tests/integrations/test_lightning.py",),
     ),
     Mutant(
         "mean losses in Opacus's interface are taken for sums",
@@ -1897,14 +1897,14 @@ INTEGRATED = [
         "ghostclip/integrations/lightning/callback.py",
         "        self._undo.append(engine.detach)\n",
         "        self._undo.append(engine.detach)\n        self.engine, self._took_over = engine, True\n",
-        ("tests/integrations/test_lightning_resume.py",),
+        ("tests/integrations/test_lightning.py",),
     ),
     Mutant(
         "Lightning goes on from weights of a refused checkpoint",
         "ghostclip/integrations/lightning/callback.py",
         "            refuse_noted(pl_module)\n",
         "            pass\n",
-        ("tests/integrations/test_lightning_resume.py",),
+        ("tests/integrations/test_lightning.py",),
     ),
     Mutant(
         "Trainer goes on from weights of a refused checkpoint",
@@ -3127,7 +3127,7 @@ BY_MARKS = [
         "ghostclip/graph/moves.py",
         " and found.is_regular and not found.zero else None\n",
         " and found.is_regular else None\n",
-        ("tests/pages/test_bench_workloads.py", "-k", "measured and transformer"),
+        ("tests/pages/test_models.py", "-k", "measured and transformer"),
     ),
     Mutant(
         "norms that follow marks ring no alarm",
@@ -4243,7 +4243,7 @@ USED = [
         "ghostclip/integrations/huggingface_loop.py",
         "args.gradient_accumulation_steps != 1:",
         "False:",
-        ("tests/integrations/test_huggingface_options.py", "-k", "accumulation"),
+        ("tests/integrations/test_huggingface.py", "-k", "accumulation"),
     ),
     Mutant(
         "the first entry of what a data set reads is its first example",
@@ -4508,7 +4508,7 @@ USED = [
         "ghostclip/integrations/huggingface_arguments.py",
         "    except KeyError as error:",
         "    except ZeroDivisionError as error:",
-        ("tests/integrations/test_huggingface_options.py", "-k", "transform_leaves_out"),
+        ("tests/integrations/test_huggingface.py", "-k", "transform_leaves_out"),
     ),
     Mutant(
         "users' rows may be shuffled by the collate function",

@@ -5,30 +5,39 @@ from typing import Any
 
 import pytest
 import torch
-from opacus_programs import MAX_NORM, MODELS, assert_by_hand, mean_loss, private, summed_loss, taken, train
+from case_models import Wired
+from opacus_programs import MAX_NORM, MODELS, assert_by_hand, mean_loss, private, small, taken, train
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ghostclip import LossShapeError
 from ghostclip.compat.opacus import BatchMemoryManager, PrivacyEngine, layers
 from ghostclip.events import FixedSizeGaussian
 from ghostclip.sampling.schemes import Poisson
 
+one_size = pytest.mark.filterwarnings("ignore:the DataLoader's .* is replaced")
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_mean_loss_run_backward_is_clipped_example_by_example(name: str) -> None:
-    engine = PrivacyEngine()
-    model, optimizer, loader = private(engine, name, layers)
-    steps = list(train(loader, model, optimizer, mean_loss))
+
+@pytest.fixture
+def five(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of five examples each."""
+    monkeypatch.setattr(Poisson, "count", lambda *_: 5)
+
+
+def summed_loss(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "denominator"), [*((name, mean_loss, 8) for name in MODELS), ("images", summed_loss, 1)]
+)
+def test_a_loss_run_backward_is_clipped_example_by_example(name: str, loss: Any, denominator: int) -> None:
+    options = {"loss_reduction": "sum"} if denominator == 1 else {}
+    model, optimizer, loader = private(PrivacyEngine(), name, layers, **options)
+    steps = list(train(loader, model, optimizer, loss))
     assert len(steps) == len(loader) == 5
     for step in steps:
-        assert_by_hand(step, mean_loss, optimizer.expected_batch_size)
-
-
-def test_a_summed_loss_is_not_divided() -> None:
-    model, optimizer, loader = private(PrivacyEngine(), "images", layers, loss_reduction="sum")
-    for step in train(loader, model, optimizer, summed_loss):
-        assert_by_hand(step, summed_loss, 1)
+        assert_by_hand(step, loss, denominator)
 
 
 def test_clipping_by_parameter() -> None:
@@ -85,6 +94,7 @@ def test_zero_grad_forgets_what_ran_backward(of: str) -> None:
 
     assert_by_hand(taken(optimizer, model, batch, backward), mean_loss, 8)
     engine.detach()
+    assert engine.accountant.history == [(0.0, 0.2, 1)]
     assert "zero_grad" not in vars(model)
     model.zero_grad()
     mean_loss(model, batch).backward()
@@ -104,10 +114,7 @@ def test_a_discriminator_is_private_and_its_generator_learns_through_it(first: s
     generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6)).double()
     judge = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2, inplace=True), nn.Linear(8, 1), nn.Sigmoid()).double()
     data = TensorDataset(torch.randn(40, 6, dtype=torch.float64))
-    model, optimizer, loader = PrivacyEngine(accountant="rdp").make_private(
-        module=judge, optimizer=torch.optim.Adam(judge.parameters(), lr=0.01),
-        data_loader=DataLoader(data, batch_size=8), noise_multiplier=0.0, max_grad_norm=MAX_NORM,
-    )  # fmt: skip
+    model, optimizer, loader = small(judge, data, 8)
     other = torch.optim.SGD(generator.parameters(), lr=0.5)
 
     def train_generator(made: Tensor) -> None:
@@ -131,66 +138,17 @@ def test_a_discriminator_is_private_and_its_generator_learns_through_it(first: s
             optimizer.zero_grad()
 
 
-def test_an_empty_batch_has_tensors_without_rows_and_a_step_of_noise_alone() -> None:
-    engine = PrivacyEngine()
-    data = TensorDataset(torch.randn(4, 200), torch.randint(0, 50, (4,)))
-    model = nn.Linear(200, 50)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=1), noise_multiplier=2.0,
-        max_grad_norm=1.5, noise_generator=torch.Generator().manual_seed(1),
-    )  # fmt: skip
-    empty = 0
-    for _ in range(3):
-        for x, y in loader:
-            before = model.weight.detach().clone()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if not len(x):
-                empty += 1
-                assert (x.shape, x.dtype, y.shape, y.dtype) == ((0, 200), torch.float32, (0,), torch.int64)
-                assert float((model.weight.detach() - before).std()) == pytest.approx(2.0 * 1.5, rel=0.05)
-    assert 0 < empty < 12
-    assert sum(steps for _, _, steps in engine.accountant.history) == 12
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the DataLoader's .* is replaced")
-def test_batches_of_one_size_are_charged_as_such() -> None:
-    engine = PrivacyEngine()
-    options = {"poisson_sampling": False, "noise_multiplier": 1.0}
-    model, optimizer, loader = private(engine, "words", layers, **options)
-    first, *others = [len(step.batches[0][0]) for step in train(loader, model, optimizer, mean_loss)]
-    assert first < 8
-    assert others == [8] * 4
-    (event,) = engine.accountant.events
-    assert (type(event), event.sample_rate, event.count) == (FixedSizeGaussian, 0.2, 5)
-
-
-class Sequences(nn.Module):
-    """Takes [T, B, 3] and returns [T, B, 2], or the mean over time [B, 7]."""
-
-    def __init__(self, mean: bool) -> None:
-        super().__init__()
-        self.mean, self.rnn, self.out = mean, nn.RNN(3, 5), nn.Linear(5, 7 if mean else 2)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs = self.out(self.rnn(inputs)[0])
-        return outputs.mean(0) if self.mean else outputs
-
-
 def sequences(mean: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Any, Any]:
-    """(model, optimizer, loader); its batches have these sizes."""
+    """Takes [T, B, 3] and returns [T, B, 2], or the mean over time [B, 7]; batches have these sizes."""
     torch.manual_seed(5)
     counts = iter(sizes)
     monkeypatch.setattr(Poisson, "count", lambda *_: next(counts))
-    model, data = Sequences(mean).double(), TensorDataset(torch.randn(30, 4, 3, dtype=torch.float64))
-    return PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), noise_multiplier=0.0,
-        max_grad_norm=MAX_NORM, batch_first=False,
-        data_loader=DataLoader(data, batch_size=10, collate_fn=lambda rows: torch.stack([row[0] for row in rows], 1)),
+    model = Wired(
+        lambda m, x: m.out(m.rnn(x)[0]).mean(0) if mean else m.out(m.rnn(x)[0]),
+        rnn=nn.RNN(3, 5), out=nn.Linear(5, 7 if mean else 2),
     )  # fmt: skip
+    data = TensorDataset(torch.randn(30, 4, 3, dtype=torch.float64))
+    return small(model, data, 10, batch_first=False, collate_fn=lambda rows: torch.stack([row[0] for row in rows], 1))
 
 
 def squares(model: nn.Module, batch: Any) -> Tensor:
@@ -219,47 +177,28 @@ def test_outputs_that_do_not_show_their_examples_are_refused_at_first(monkeypatc
         optimizer.step()
 
 
-class Prototypes(nn.Module):
-    """Features of the examples, and a vector for each class."""
-
-    def __init__(self, table: bool, count: int) -> None:
-        super().__init__()
-        self.features = nn.Linear(5, 4)
-        self.classes = nn.Embedding(count, 4) if table else nn.Parameter(torch.zeros(count, 4))
-
-    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        is_table = isinstance(self.classes, nn.Embedding)
-        return self.features(inputs), self.classes(torch.arange(len(self.classes.weight))) if is_table else self.classes
-
-
-def small(model: nn.Module, batch_size: int = 6, secure: bool = False, **options: Any) -> tuple[nn.Module, Any, Any]:
-    """Training without noise on twelve examples of five numbers and of five classes, in float64."""
-    data, model = TensorDataset(torch.randn(12, 5, dtype=torch.float64), torch.arange(12) % 5), model.double()
-    return PrivacyEngine(secure_mode=secure).make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=batch_size),
-        **{"noise_multiplier": 0.0, "max_grad_norm": MAX_NORM, **options},
-    )  # fmt: skip
-
-
 def classified(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 @pytest.mark.parametrize("table", [False, True])
-def test_an_output_of_the_batch_s_size_without_a_row_for_each_example_is_refused(
-    table: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Poisson, "count", lambda *_: 5)
-    model, optimizer, loader = small(Prototypes(table, 5))
+@pytest.mark.usefixtures("five")
+def test_an_output_of_the_batch_s_size_without_a_row_for_each_example_is_refused(table: bool) -> None:
+    """Features of the examples, and a vector for each class."""
+    classes = nn.Embedding(5, 4) if table else nn.ParameterList([torch.zeros(5, 4)])
+    prototypes = Wired(
+        lambda m, x: (m.features(x), m.classes(torch.arange(5)) if table else m.classes[0]),
+        features=nn.Linear(5, 4), classes=classes,
+    )  # fmt: skip
+    model, optimizer, loader = small(prototypes)
     inputs, targets = next(iter(loader))
-    features, classes = model(inputs)
-    nn.functional.cross_entropy(features @ classes.T, targets).backward()
+    features, vectors = model(inputs)
+    nn.functional.cross_entropy(features @ vectors.T, targets).backward()
     with pytest.raises(LossShapeError, match=r"shape \[5, 4\] for one example less than 5, too"):
         optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:the DataLoader's .* is replaced")
+@one_size
 def test_a_forward_of_public_rows_as_many_as_a_batch_has_is_refused_in_the_first_one() -> None:
     model, optimizer, loader = small(nn.Linear(5, 4), poisson_sampling=False)
     inputs, targets = next(iter(loader))
@@ -269,57 +208,60 @@ def test_a_forward_of_public_rows_as_many_as_a_batch_has_is_refused_in_the_first
 
 
 @pytest.mark.parametrize("secure", [False, True])
-@pytest.mark.filterwarnings("ignore:the DataLoader's .* is replaced")
-def test_batches_of_one_size_have_some_examples_less_now_and_then(secure: bool) -> None:
-    model, optimizer, loader = small(nn.Linear(5, 5), secure=secure, poisson_sampling=False)
+@one_size
+def test_batches_of_one_size_are_charged_as_such_and_have_some_examples_less_now_and_then(secure: bool) -> None:
+    engine = PrivacyEngine(secure_mode=secure)
+    model, optimizer, loader = small(nn.Linear(5, 5), engine=engine, poisson_sampling=False, noise_multiplier=1.0)
     sizes = []
     for _ in range(9):
-        for inputs, targets in loader:
-            sizes.append(len(inputs))
+        for batch in loader:
+            sizes.append(len(batch[0]))
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs), targets).backward()
+            classified(model, batch).backward()
             optimizer.step()
     assert len(sizes) == 18
     assert [step for step, size in enumerate(sizes) if size < 6] == [0, 16]
     assert min(sizes) >= 1
     assert loader.batch_size == 6
+    (event,) = engine.accountant.events
+    assert (type(event), event.sample_rate, event.count) == (FixedSizeGaussian, 0.5, 18)
 
 
-class Masked(nn.Module):
-    """Classes that can't be chosen have a score of minus infinity."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(5, 6)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.out(inputs).masked_fill(torch.arange(6) == 5, -math.inf)
-
-
-class Squeezed(nn.Module):
-    """Gives one number for each example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(5, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.out(inputs).squeeze()
-
-
-def test_outputs_that_are_infinite_without_a_gradient_count_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Poisson, "count", lambda *_: 5)
-    model, optimizer, loader = small(Masked())
+def test_an_empty_batch_is_a_step_of_noise_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Poisson, "count", lambda *_: 0)
+    model, optimizer, loader = small(nn.Linear(5, 500), noise_multiplier=2.0)
     batch = next(iter(loader))
+    assert [(part.shape, part.dtype) for part in batch] == [((0, 5), torch.float64), ((0,), torch.int64)]
     step = taken(optimizer, model, batch, lambda: classified(model, batch).backward())
+    assert float(6 * step.grads[0].std()) == pytest.approx(2.0 * MAX_NORM, rel=0.05)
+
+
+# Outputs of a model, how many examples are drawn, and the loss.
+SHAPES: dict[str, Any] = {
+    "a class whose score is infinite": (
+        lambda m, x: m.out(x).masked_fill(torch.arange(6) == 5, -math.inf), 5, classified,
+    ),
+    "a number, squeezed in a batch of one row": (
+        lambda m, x: m.out(x)[:, :1].squeeze(), 1, lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_outputs_whose_values_or_shapes_are_unusual(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wiring, count, loss = SHAPES[name]
+    monkeypatch.setattr(Poisson, "count", lambda *_: count)
+    model, optimizer, loader = small(Wired(wiring, out=nn.Linear(5, 6)))
+    batch = next(iter(loader))
+    step = taken(optimizer, model, batch, lambda: loss(model, batch).backward())
     assert float(step.grads[0].norm()) > 0
-    assert_by_hand(step, classified, 6)
+    assert_by_hand(step, loss, 6)
 
 
 @pytest.mark.parametrize("way", ["torch.autograd.grad", "inputs="])
-def test_gradients_of_the_inputs_alone_do_not_count(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("five")
+def test_gradients_of_the_inputs_alone_do_not_count(way: str) -> None:
     """As of an attack on the inputs, on which the model is trained then."""
-    monkeypatch.setattr(Poisson, "count", lambda *_: 5)
     model, optimizer, loader = small(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 5)))
     inputs, targets = next(iter(loader))
     given = inputs.clone().requires_grad_()
@@ -335,18 +277,6 @@ def test_gradients_of_the_inputs_alone_do_not_count(way: str, monkeypatch: pytes
     assert_by_hand(step, classified, 6)
 
 
-def test_a_model_that_squeezes_its_output_takes_a_batch_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Poisson, "count", lambda *_: 1)
-    model, optimizer, loader = small(Squeezed())
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return (model(batch[0]) - batch[1]).square().mean()
-
-    batch = next(iter(loader))
-    step = taken(optimizer, model, batch, lambda: loss(model, batch).backward())
-    assert_by_hand(step, loss, 6)
-
-
 def test_a_forward_before_the_loop_s_own_is_no_forward_of_examples() -> None:
     model, optimizer, loader = private(PrivacyEngine(), "words", layers)
     for batch in loader:
@@ -355,6 +285,7 @@ def test_a_forward_before_the_loop_s_own_is_no_forward_of_examples() -> None:
         assert_by_hand(step, mean_loss, optimizer.expected_batch_size)
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_the_optimizer_has_what_programs_ask_of_opacus_s() -> None:
     engine = PrivacyEngine(secure_mode=True)
     model, optimizer, loader = private(engine, "words", layers, noise_multiplier=1.5)

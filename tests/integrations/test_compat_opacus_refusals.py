@@ -1,16 +1,19 @@
-"""What a plain loss.backward() can't make private is refused, with a sentence that says what to do."""
+"""What can't be private under Opacus's names is refused, with a sentence that says what to do or to write here."""
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
 import private_runs as runs
 import pytest
 import torch
-from opacus_programs import MAX_NORM, assert_by_hand, mean_loss, private, train
+from case_models import Wired
+from opacus_programs import MAX_NORM, assert_by_hand, mean_loss, private, small, train
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
+import ghostclip
 from ghostclip.compat import opacus
 from ghostclip.compat.opacus import BatchMemoryManager, PrivacyEngine, layers
 from ghostclip.errors import GradientLeakError, LossShapeError, PrivacyError, UnsupportedModelError
@@ -137,35 +140,16 @@ def test_a_penalty_on_the_gradient() -> None:
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
-class OwnLoss(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).square().mean()
-
-
-class Mixing(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().forward(x)
-        return out - out.mean(0)
-
-
-ROWS = TensorDataset(torch.randn(30, 3))
-
-
-def made_of(module: nn.Module, data: Any = ROWS) -> Any:
-    return PrivacyEngine().make_private(
-        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
-        data_loader=DataLoader(data, batch_size=10),
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("kind", "error", "says"),
-    [(OwnLoss, LossShapeError, "loss of shape \\[\\] that the model"), (Mixing, UnsupportedModelError, "mix|depend")],
+    ("returns", "error", "says"),
+    [
+        (lambda outputs: outputs.square().mean(), LossShapeError, r"loss of shape \[\] that the model"),
+        (lambda outputs: outputs - outputs.mean(0), UnsupportedModelError, "mix|depend"),
+    ],
 )
-def test_outputs_that_do_not_belong_to_examples(kind: Any, error: Any, says: str) -> None:
-    module, optimizer, loader = made_of(kind(3, 2))
-    (x,) = next(iter(loader))
-    module(x).square().mean().backward()
+def test_outputs_that_do_not_belong_to_examples(returns: Any, error: Any, says: str) -> None:
+    module, optimizer, loader = small(Wired(lambda m, x: returns(m.layer(x)), layer=nn.Linear(5, 2)))
+    module(next(iter(loader))[0]).square().mean().backward()
     with pytest.raises(error, match=says):
         optimizer.step()
 
@@ -212,8 +196,13 @@ def foreign_loader() -> None:
         (lambda: words()[1].grad_samples, AttributeError, "per_example_grads"),
         (foreign_loader, TypeError, "make_private"),
         (lambda: PrivacyEngine(accountant="gdp"), ValueError, "central-limit"),
-        (lambda: made_of(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))), UnsupportedModelError, "BatchNorm"),
-        (lambda: made_of(nn.Linear(3, 2), Stream()), PrivacyError, "can't be read at random"),
+        (
+            lambda: small(nn.Linear(5, 5), engine=PrivacyEngine(secure_mode=True), noise_generator=torch.Generator()),
+            ValueError,
+            "leave one out",
+        ),
+        (lambda: small(nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2))), UnsupportedModelError, "BatchNorm"),
+        (lambda: small(nn.Linear(3, 2), Stream()), PrivacyError, "can't be read at random"),
     ],
 )
 def test_what_has_no_meaning_here(build: Any, error: Any, says: str) -> None:
@@ -231,11 +220,6 @@ def test_noise_and_samples_that_can_be_foretold_are_charged_as_none() -> None:
         found.append(runs.weights(model))
         assert engine.get_epsilon(1e-5) == float("inf")
     assert torch.equal(*found)
-
-
-def test_unpredictable_noise_has_no_generator() -> None:
-    with pytest.raises(ValueError, match="leave one out"):
-        private(PrivacyEngine(secure_mode=True), "words", layers, noise_generator=torch.Generator())
 
 
 def test_a_copy_of_the_model_is_a_model_alone() -> None:
@@ -273,29 +257,66 @@ def test_what_one_accountant_counts_needs_no_warning(caplog: pytest.LogCaptureFi
     assert first.accountant.history == [(1.0, 0.2, 20)]
 
 
-def test_detach_takes_everything_off() -> None:
-    engine = PrivacyEngine()
-    model, optimizer, loader = private(engine, "words", layers)
-    list(train(loader, model, optimizer, mean_loss))
-    engine.detach()
-    model(torch.ones(2, 3, dtype=torch.long)).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    assert engine.accountant.history == [(0.0, 0.2, 5)]
-
-
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_a_scaler_of_gradients_is_refused_before_anything_is_released(kind: Any) -> None:
-    model = nn.Linear(5, 2)
-    data = TensorDataset(torch.randn(12, 5), torch.arange(12) % 2)
-    engine = PrivacyEngine()
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=kind(model.parameters(), lr=0.1), data_loader=DataLoader(data, batch_size=6),
-        noise_multiplier=1.0, max_grad_norm=1.0,
-    )  # fmt: skip
+    engine, model = PrivacyEngine(), nn.Linear(5, 5)
+    model, optimizer, loader = small(model, engine=engine, optimizer=kind(model.parameters(), lr=0.1))
     scaler = torch.amp.GradScaler("cpu")
-    inputs, targets = next(iter(loader))
-    scaler.scale(nn.functional.cross_entropy(model(inputs), targets)).backward()
+    scaler.scale(mean_loss(model, next(iter(loader)))).backward()
     scaler.unscale_(optimizer)
     with pytest.raises(PrivacyError, match="leave it out, and use bfloat16"):
         scaler.step(optimizer)
     assert not engine.accountant.history
+
+
+OPACUS_ARGUMENTS = ghostclip.PrivacyEngine.refused_names
+ATTRIBUTES = {
+    "get_epsilon": r"engine\.epsilon\(delta",
+    "accountant": r"engine\.epsilon\(\)",
+    "make_private": r"PrivacyEngine\(model, optimizer, data",
+    "make_private_with_epsilon": r"PrivacyEngine\(model, optimizer, data",
+    "save_checkpoint": r"engine\.save",
+    "load_checkpoint": r"engine\.restore",
+}
+
+
+def own_engine(**options: Any) -> ghostclip.PrivacyEngine:
+    return runs.engine_for(runs.network(), noise_multiplier=1.0, **options)
+
+
+def clipper(**options: Any) -> None:
+    ghostclip.GhostClipper(nn.Linear(3, 2), **options)
+
+
+@pytest.mark.parametrize(
+    ("build", "argument", "says"),
+    [
+        *((own_engine, name, f"no argument {name}; use {use[:8]}") for name, use in OPACUS_ARGUMENTS.items()),
+        (own_engine, "target_eps", "PrivacyEngine has no argument target_eps; did you mean target_epsilon?"),
+        (own_engine, "batchsize", "PrivacyEngine has no argument batchsize; did you mean batch_size?"),
+        (own_engine, "foo", "unexpected keyword argument 'foo'"),
+        (clipper, "max_grad_norm", "GhostClipper has no argument max_grad_norm; use clipping"),
+        (clipper, "max_norm", "GhostClipper has no argument max_norm; use clipping"),
+    ],
+)
+def test_arguments_of_others_are_refused_with_ours(build: Any, argument: str, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        build(**{argument: 1.0})
+
+
+def test_what_is_named_instead_of_opacus_s_arguments_is_there() -> None:
+    ours = inspect.signature(ghostclip.PrivacyEngine).parameters
+    assert all(use.partition("=")[0] in ours or use.startswith("engine.epsilon(") for use in OPACUS_ARGUMENTS.values())
+    with pytest.raises(TypeError, match=r"build engine = PrivacyEngine\(model, optimizer, data.*compat\.opacus"):
+        ghostclip.PrivacyEngine()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("name", "instead"), ATTRIBUTES.items())
+def test_opacus_s_attribute_of_our_engine(name: str, instead: str) -> None:
+    built = own_engine()
+    for owner in (built, ghostclip.PrivacyEngine):
+        assert not hasattr(owner, name)
+        with pytest.raises(AttributeError, match=f"no {name}; .*{instead}"):
+            getattr(owner, name)
+    with pytest.raises(AttributeError, match="has no attribute 'epsilons'"):
+        built.epsilons  # type: ignore[attr-defined]  # noqa: B018

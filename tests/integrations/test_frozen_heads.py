@@ -118,27 +118,29 @@ def test_clipped_sums_are_those_of_a_loop_by_logits(checkpointing: bool, second_
     assert clipper.verify(next_token_losses, inputs) < 1e-9
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_logits_of_all_tokens_are_held_where_the_head_is_trained_alone(frozen: bool) -> None:
-    model, inputs = adapted(), batch()
-    model.get_base_model().lm_head.requires_grad_(not frozen)
-    with Live({8 * EXAMPLES * positions * WORDS for positions in (LENGTH, LENGTH - 1)}) as live:
-        next_token_losses(model, inputs).sum().backward()
-    assert (live.peak == 0) == frozen
+def hooked(factor: float) -> Any:
+    """A hook of the head, which only looks as the self-check's do if its factor is one."""
+    return lambda head: head.register_forward_hook(lambda head, given, logits: factor * logits)
 
 
-CHANGED = {
-    "capped": ("Gemma2", {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}),
-    "scaled": ("Granite", {"logits_scaling": 3.0}),
-    "neither": ("Llama", {}),
+# Model, its options, what is done to its head, and whether logits of all tokens are held then.
+HEADS: dict[str, tuple[str, dict[str, Any], Any, bool]] = {
+    "capped": ("Gemma2", {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}, None, True),
+    "scaled": ("Granite", {"logits_scaling": 3.0}, None, True),
+    "frozen": ("Llama", {}, None, False),
+    "trained": ("Llama", {}, nn.Module.requires_grad_, True),
+    "watched": ("Llama", {}, hooked(1.0), False),
+    "changed": ("Llama", {}, hooked(2.0), True),
 }
 
 
-@pytest.mark.parametrize("name", CHANGED)
-def test_models_that_change_their_logits_are_seen(name: str) -> None:
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_that_are_trained_or_whose_logits_are_changed_are_seen(name: str) -> None:
     """What is compared depends on no example: the same for texts that begin with padding."""
-    kind, more = CHANGED[name]
+    kind, more, change, held = HEADS[name]
     model, inputs = adapted(kind, **more), batch()
+    if change is not None:
+        change(model.get_base_model().lm_head)
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = 0.0
     inputs = {name: inputs[name].flip(1) for name in ("input_ids", "labels")}
@@ -149,18 +151,6 @@ def test_models_that_change_their_logits_are_seen(name: str) -> None:
         found, counted = token_log_probabilities(model, inputs)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
         assert torch.equal(counted, labels != IGNORED)
-    with Live({8 * EXAMPLES * (LENGTH - 1) * WORDS}) as live:
-        token_log_probabilities(model, inputs)
-    assert (live.peak > 0) == (name != "neither")
-
-
-@pytest.mark.parametrize(("factor", "held"), [(1.0, False), (2.0, True)])
-def test_hooks_of_the_head_that_change_its_logits_are_seen(factor: float, held: bool) -> None:
-    """Those that only look, as the self-check's, are fine."""
-    model, inputs = adapted(), batch()
-    model.get_base_model().lm_head.register_forward_hook(lambda head, given, logits: factor * logits)
-    expected = by_logits(model, inputs)
-    torch.testing.assert_close(next_token_losses(model, inputs), expected, rtol=1e-10, atol=1e-12)
-    with Live({8 * EXAMPLES * (LENGTH - 1) * WORDS}) as live:
-        next_token_losses(model, inputs)
+    with Live({8 * EXAMPLES * positions * WORDS for positions in (LENGTH, LENGTH - 1)}) as live:
+        token_log_probabilities(model, inputs)[0].sum().backward()
     assert (live.peak > 0) == held

@@ -1,4 +1,4 @@
-"""PrivateTrainer: clipped gradients against a loop over single examples, losses, logs, what Trainer does besides."""
+"""PrivateTrainer: clipped gradients against a loop over single examples, losses, logs, options, refusals, two ranks."""
 
 import math
 from functools import partial
@@ -6,49 +6,60 @@ from functools import partial
 import oracle
 import pytest
 import torch
+from torch import nn
 
 transformers = pytest.importorskip("transformers")
 huggingface_hub = pytest.importorskip("huggingface_hub")
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 
 import tiny_trainers as tt  # noqa: E402
+from launched import told  # noqa: E402
+from ranks import on_ranks  # noqa: E402
 
-from ghostclip.integrations.huggingface import PrivacyArguments  # noqa: E402
+from ghostclip.errors import PrivacyError, UnsupportedModelError  # noqa: E402
+from ghostclip.integrations.huggingface import PrivacyArguments, PrivateTrainer  # noqa: E402
 from ghostclip.integrations.huggingface_losses import losses_for  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")
 
-CASES = {
-    "causal language model": (tt.gpt2, tt.text, 1),
-    "masked language model": (lambda: tt.bert("MaskedLM"), tt.masked_text, 0),
-    "token classification": (lambda: tt.bert("TokenClassification"), tt.labelled_tokens, 0),
-    "sequence classification": (lambda: tt.bert("SequenceClassification"), tt.labelled_text, None),
-    "image classification": (tt.vit, tt.image, None),
-    "sequence to sequence": (tt.t5, tt.translation, 0),
-}
-CLIPPING = 0.3
+CLIPPING = 0.25
 
 
-def hand_loss(model, example, shift):
-    """The loss of one example, token by token, by the definition."""
-    inputs = {name: value[None] for name, value in example.items()}
-    if not model.config.is_encoder_decoder:
-        inputs.pop("labels")
-    logits = model(**inputs).logits[0]
-    if shift is None:
-        return -logits.log_softmax(-1)[example["labels"]]
-    wanted = [(place - shift, int(label)) for place, label in enumerate(example["labels"]) if label != tt.IGNORED]
-    losses = [-logits[place].log_softmax(-1)[label] for place, label in wanted if place >= 0]
-    return torch.stack(losses).mean() if losses else logits.sum() * 0
+def bert_of(labels, kind):
+    """A classifier by numbers or by several labels at a time, and such an example."""
+    build = partial(tt.bert, "SequenceClassification", num_labels=labels, problem_type=kind)
+    return build, lambda: {"input_ids": tt.tokens(), "labels": torch.rand(labels, dtype=torch.float64).round()}
 
 
-@pytest.mark.parametrize("name", CASES)
+TASKS = tt.TASKS | {
+    "a number": bert_of(1, None), "numbers": bert_of(3, "regression"),
+    "labels": bert_of(3, "multi_label_classification"),
+}  # fmt: skip
+
+
+def stacked(examples):
+    return {name: torch.stack([each[name] for each in examples]) for name in examples[0]}
+
+
+@pytest.mark.parametrize("name", TASKS)
 @pytest.mark.one_in(2)
 def test_a_step_is_the_clipped_sum_of_a_loop_over_examples(name, tmp_path):
-    build, example, shift = CASES[name]
+    """Of the model's own losses, where next tokens' are in the type of the logits, which transformers' rounds."""
+    build, example = TASKS[name]
     model, examples = build().double(), tt.data(example)
-    losses = torch.stack([hand_loss(model, example, shift) for example in examples])
-    grads = oracle.grads_of_single_losses(model, losses)
+    if name == "causal language model":  # an example without labels has a loss of zero
+        examples[1]["labels"] = torch.full_like(examples[1]["labels"], tt.IGNORED)
+    losses = []
+    for each in examples:
+        outputs = model(**stacked([each]))
+        losses.append(outputs.loss)
+        if name == "causal language model":
+            labels = each["labels"][1:]
+            summed = nn.functional.cross_entropy(outputs.logits[0, :-1], labels, reduction="sum")
+            losses[-1] = summed / max(1, int((labels != tt.IGNORED).sum()))
+    found = losses_for(model)(model, stacked(examples))
+    torch.testing.assert_close(found, torch.stack(losses), rtol=1e-5, atol=1e-5)
+    grads = oracle.grads_of_single_losses(model, torch.stack(losses))
     assert oracle.norms(grads).max() > CLIPPING
     before = [parameter.detach().clone() for parameter in model.parameters()]
     privacy = PrivacyArguments(noise_multiplier=0.0, clipping=CLIPPING)
@@ -57,35 +68,6 @@ def test_a_step_is_the_clipped_sum_of_a_loop_over_examples(name, tmp_path):
     for was, now, total in zip(before, model.parameters(), oracle.clipped_sum(grads, CLIPPING).values(), strict=True):
         # The weights are clipped with a margin for rounding, of some 1e-6.
         torch.testing.assert_close((was - now.detach()) / 0.5, total / len(examples), **exact)
-
-
-def bert_of(labels, kind):
-    """A classifier by numbers or by several labels at a time, and such an example."""
-    config = transformers.BertConfig(
-        **tt.bert("MaskedLM").config.to_dict() | {"num_labels": labels, "problem_type": kind}
-    )
-    build = partial(transformers.BertForSequenceClassification, config)
-    return build, lambda: {"input_ids": tt.tokens(), "labels": torch.rand(labels).round()}
-
-
-MORE = {
-    "a number": bert_of(1, None), "numbers": bert_of(3, "regression"),
-    "labels": bert_of(3, "multi_label_classification"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [*CASES, *MORE])
-def test_losses_are_those_of_the_model_on_single_examples(name):
-    build, example, *_ = (CASES | MORE)[name]
-    model, examples = build().eval(), tt.data(example)
-    if name == "image classification":
-        examples = [{**each, "pixel_values": each["pixel_values"].float()} for each in examples]
-    own = [model(**{key: value[None] for key, value in each.items()}).loss for each in examples]
-    if name == "causal language model":  # an example without labels has a loss of zero
-        examples[1]["labels"], own[1] = torch.full_like(examples[1]["labels"], tt.IGNORED), torch.zeros(())
-    batch = {key: torch.stack([each[key] for each in examples]) for key in examples[0]}
-    off = {} if name in MORE else {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(losses_for(model)(model, batch), torch.stack(own), **off)
 
 
 def test_log_rows_have_epsilon_and_nothing_private(tmp_path):
@@ -102,9 +84,8 @@ def test_log_rows_have_epsilon_and_nothing_private(tmp_path):
 
 def test_a_private_loss_is_logged_on_request_only(tmp_path):
     model, examples = tt.gpt2(), tt.data()
-    batch = {key: torch.stack([each[key] for each in examples]) for key in examples[0]}
     with torch.no_grad():
-        mean = float(losses_for(model)(model, batch).mean())
+        mean = float(losses_for(model)(model, stacked(examples)).mean())
     subject = tt.trainer(tmp_path, model, examples, tt.repeatable(log_private_loss=True), max_steps=1)
     output = subject.train()
     assert subject.state.log_history[0]["private_loss"] == pytest.approx(mean, rel=1e-5)
@@ -181,3 +162,185 @@ def test_a_saved_model_is_a_plain_one(tmp_path):
     assert subject.model.generate(ids, max_new_tokens=3, do_sample=False).tolist() == (
         plain.generate(ids, max_new_tokens=3, do_sample=False).tolist()
     )
+
+
+def trainer_with(folder, kind=PrivateTrainer, **options):
+    """A trainer of a class, with options set afterwards: TrainingArguments may not take them on this machine."""
+    args = tt.arguments(folder)
+    for name, value in options.items():
+        setattr(args, name, value)
+    return kind(model=tt.gpt2(), args=args, train_dataset=tt.data(), privacy=tt.repeatable())
+
+
+def own(name):
+    return type("OwnTrainer", (PrivateTrainer,), {name: lambda self, *args, **options: None})
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(tt.data())
+
+
+OPTIONS = {
+    "train_sampling_strategy": "group_by_length", "auto_find_batch_size": True, "label_smoothing_factor": 0.1,
+    "neftune_noise_alpha": 5.0, "include_num_input_tokens_seen": "all", "use_liger_kernel": True,
+    "optim": "schedule_free_adamw",
+}  # fmt: skip
+UNSET = {"fp16": True, "torch_compile_backend": "eager", "deepspeed": {}, "fsdp": "full_shard", "group_by_length": True}
+# What is built from a folder, and words of the error.
+REFUSED = [
+    *((lambda folder, n=name: tt.trainer(folder, **{n: OPTIONS[n]}), f"{name}=.* of TrainingArguments|optim=")
+      for name in OPTIONS),
+    *((lambda folder, n=name: trainer_with(folder, **{n: UNSET[n]}), f"{name}={value!r} of TrainingArguments")
+      for name, value in UNSET.items()),
+    *((lambda folder, n=name: trainer_with(folder, own(n)), f"OwnTrainer.{name} would take the place")
+      for name in ("get_train_dataloader", "_get_train_sampler", "training_step")),
+    (lambda folder: trainer_with(folder, push_to_hub=True, hub_strategy="all_checkpoints"), "would publish check"),
+    (lambda folder: tt.trainer(folder, examples=Stream()), "can't be read at random"),
+    (lambda folder: trainer_with(folder, own("compute_loss")), "compute_losses"),
+    (lambda folder: tt.trainer(folder, more={"compute_loss_func": lambda *_, **__: None}), "compute_losses"),
+    (lambda folder: tt.trainer(folder, tt.bert("QuestionAnswering")), r"BertForQuestionAnswering.*compute_losses"),
+    (lambda folder: tt.trainer(folder).hyperparameter_search(n_trials=2), "spends privacy"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "words"), REFUSED)
+def test_what_is_not_private_is_refused(build, words, tmp_path):
+    with pytest.raises((PrivacyError, UnsupportedModelError), match=words):
+        build(tmp_path)
+
+
+CHECKPOINTING = max(
+    ("activation_checkpointing", "gradient_checkpointing"), key=partial(hasattr, transformers.TrainingArguments)
+)
+
+
+@pytest.mark.parametrize(("option", "least", "most"), [(CHECKPOINTING, 0.0, 1e-6), ("bf16", 1e-12, 0.02)])
+def test_options_that_change_next_to_nothing(option, least, most, tmp_path):
+    found = []
+    for value in (True, False):
+        torch.manual_seed(2)
+        subject = tt.trainer(tmp_path / str(value), tt.gpt2(), tt.data(), **{option: value})
+        subject.train()
+        found.append([parameter.detach() for parameter in subject.model.parameters()])
+    assert all(parameter.dtype == torch.float32 for parameter in found[0])
+    assert least <= max(float((one - other).abs().max()) for one, other in zip(*found, strict=True)) <= most
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_of_peft(dora, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"], use_dora=dora)
+    model = peft.get_peft_model(tt.bert("SequenceClassification"), config)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    subject = tt.trainer(
+        tmp_path, model, tt.data(tt.labelled_text), tt.repeatable(self_check=True), save_strategy="steps", save_steps=2
+    )
+    subject.train()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) != parameter.requires_grad
+    subject.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
+    subject.train(str(tmp_path / "checkpoint-2"))
+    assert subject.state.global_step == 3
+
+
+def test_the_self_check_compares_losses(tmp_path):
+    def mixed(model, inputs):
+        labels = inputs.pop("labels")
+        losses = nn.functional.cross_entropy(model(**inputs).logits, labels, reduction="none")
+        return losses * (losses.detach() / losses.detach().mean())
+
+    subject = tt.trainer(
+        tmp_path, tt.bert("SequenceClassification"), tt.data(tt.labelled_text), PrivacyArguments(noise_multiplier=1.0),
+        mixed, per_device_train_batch_size=6, gradient_accumulation_steps=1,
+    )  # fmt: skip
+    with pytest.raises(PrivacyError.__base__, match=r"other examples|depends"):
+        subject.train()
+
+
+def trained_by_rank(folder):
+    """The weights of one of two processes, and the step that a resumed training of theirs ends at."""
+    accelerate.state.AcceleratorState._reset_state(True)  # that of the process it was forked from
+    assert told()
+    torch.manual_seed(4)
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "ddp_backend": "gloo"}
+    subject = tt.trainer(folder, tt.gpt2(), tt.data(count=24), **options)
+    subject.train()
+    assert (subject.engine.batch_size, subject.engine.steps_taken) == (12, 4)
+    found = [parameter.detach().clone() for parameter in subject.model.parameters()]
+    torch.distributed.barrier()
+    subject.train(str(folder / "checkpoint-2"))
+    return found, subject.state.global_step
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_two_processes_train_one_model(tmp_path):
+    (these, step), (those, other) = on_ranks(lambda: trained_by_rank(tmp_path / "run"), tmp_path)
+    assert all(torch.equal(this, that) for this, that in zip(these, those, strict=True))
+    assert step == other == 4
+    assert tt.charged(tmp_path / "run" / "_privacy.ledger") == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("max_grad_norm", "clipping"), ("epsilon", "target_epsilon"), ("batch_size", "per_device_train_batch_size")],
+)
+def test_names_of_others_are_refused_with_ours(name, instead):
+    with pytest.raises(TypeError, match=f"PrivacyArguments has no argument {name}; use {instead}"):
+        PrivacyArguments(**{name: 1.0})
+
+
+BEST = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
+FOLLOWING = [
+    ("load_best_model_at_end", BEST, False), ("metric_for_best_model='loss'", {"metric_for_best_model": "loss"}, False),
+    (None, BEST, True), (None, {}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "public"), FOLLOWING)
+def test_training_that_follows_metrics_is_warned_of_unless_they_are_public(name, options, public, tmp_path, caplog):
+    privacy = PrivacyArguments(noise_multiplier=1.0, public_evaluation=public)
+    more = {"eval_dataset": tt.data()}
+    subject = tt.trainer(tmp_path, privacy=privacy, more=more, eval_strategy="steps", eval_steps=1, **options)
+    # Again where something else is added that follows them, and for nothing else.
+    subject.add_callback(transformers.ProgressCallback())
+    subject.add_callback(transformers.EarlyStoppingCallback())
+    said = [message for message in caplog.messages if "training follows metrics of the evaluation data" in message]
+    expected = [] if public else ["EarlyStoppingCallback"] if name is None else [name, "EarlyStoppingCallback"]
+    assert [message.partition(":")[0] for message in said] == expected
+    assert all("PrivacyArguments(public_evaluation=True)" in message for message in said)
+
+
+def test_unit_ids_are_values_or_a_column(tmp_path):
+    users = [row // 2 for row in range(len(tt.data()))]
+    subject = tt.trainer(tmp_path, privacy=tt.repeatable(unit_ids=users), max_steps=1, gradient_accumulation_steps=1)
+    subject.train()
+    assert "one user" in subject.engine.guarantee()
+    assert subject.engine.sample_rate == pytest.approx(subject.batch_size / len(set(users)))
+    with pytest.raises(ValueError, match="must be a column of train_dataset; it has no columns"):
+        tt.trainer(tmp_path / "other", privacy=tt.repeatable(unit_ids="author")).train()
+
+
+def test_a_column_of_users_that_a_transform_leaves_out_is_named(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    examples = datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 6, "author": [*"aabbcc"]})
+    examples.set_transform(lambda rows: {"input_ids": torch.tensor(rows["input_ids"])})
+    with pytest.raises(ValueError, match=r"the column 'author' of train_dataset, .* transform or format leaves it out"):
+        tt.trainer(tmp_path, examples=examples, privacy=tt.repeatable(unit_ids="author")).train()
+
+
+def test_accumulation_that_is_changed_afterwards_is_refused(tmp_path):
+    made = tt.trainer(tmp_path)
+    made.args.gradient_accumulation_steps = 4
+    with pytest.raises(PrivacyError, match="gradient_accumulation_steps was changed"):
+        made.train()
+
+
+def test_float16_of_accelerate_s_own_configuration_is_refused(tmp_path, monkeypatch):
+    built = accelerate.Accelerator
+    monkeypatch.setattr(built, "mixed_precision", "fp16")
+    with pytest.raises(PrivacyError, match="configured for float16, which needs a loss scale"):
+        tt.trainer(tmp_path)

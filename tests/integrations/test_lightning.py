@@ -1,6 +1,6 @@
-"""PrivacyCallback: steps are the hand-written ones, one logical batch is one global step, logs tell what was spent."""
+"""PrivacyCallback: steps are the hand-written ones; what was spent is told, and never less after a resume."""
 
-import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,18 +11,23 @@ import lightning
 import lightning_runs as lr
 import private_runs as runs
 import torch
-import torch.distributed as dist
+from launched import told
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import on_ranks
 
-from ghostclip import accounting
+from ghostclip import LedgerError, PrivacyError, accounting
+from ghostclip.integrations.lightning import PrivacyCallback
 from ghostclip.integrations.lightning.fitting import TrainLoader, length_of
 
 pytestmark = [
+    pytest.mark.usefixtures("coarse_losses"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*is supported for historical reasons:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:It is recommended to use .self.log:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*Checkpoint directory .* exists:UserWarning"),
 ]
 
 
@@ -57,16 +62,17 @@ def test_a_fit_ends_before_a_step_that_the_budget_has_no_room_for(tmp_path, capl
     most = accounting.epsilon(noise_multiplier=1.0, sample_rate=8 / 24, steps=5, delta=1e-5)
     trainer, callback = lr.fit(tmp_path, engine={"max_epsilon": most * 1.01}, max_epochs=9)
     assert trainer.global_step == callback.engine.steps_taken == 5
-    assert [message[:29] for message in caplog.messages if "training ends" in message] == [
-        "training ends after step 5: o"
-    ]
+    assert [message[:27] for message in caplog.messages if "ends" in message] == ["training ends after step 5:"]
     assert callback.engine.epsilon() <= most * 1.01
 
 
-def test_a_plan_that_is_the_fit_s_length_ends_without_a_word(tmp_path, caplog):
-    _, callback = lr.fit(tmp_path, engine={"noise_multiplier": None, "target_epsilon": 5.0})
+def test_a_plan_that_is_the_fit_s_length_ends_without_a_word_and_epsilon_is_logged(tmp_path, caplog):
+    trainer, callback = lr.fit(tmp_path, engine={"noise_multiplier": None, "target_epsilon": 5.0})
     assert callback.engine.steps_taken == callback.engine.planned_steps == 6
     assert "training ends" not in caplog.text
+    assert trainer.callback_metrics["epsilon"] == pytest.approx(callback.engine.epsilon())
+    assert trainer.callback_metrics["privacy_step"] == 6
+    assert {"epsilon", "privacy_step"} <= trainer.logged_metrics.keys()
 
 
 def test_the_same_noise_is_the_engine_s(tmp_path):
@@ -82,20 +88,6 @@ def test_the_same_noise_is_the_engine_s(tmp_path):
         torch.testing.assert_close(mine, theirs)
 
 
-class Data(lightning.LightningDataModule):
-    """Makes its data set in ``setup`` and looks at every batch."""
-
-    def setup(self, stage):
-        self.data, self.kinds = lr.loader().dataset, set()
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(self.data, batch_size=lr.BATCH)
-
-    def on_before_batch_transfer(self, batch, dataloader_idx):
-        self.kinds.add(type(batch))
-        return batch
-
-
 class Scheduled(lr.Module):
     """Asks for the length of training before there is an engine, and moves the learning rate with each step."""
 
@@ -107,7 +99,7 @@ class Scheduled(lr.Module):
 
 
 def test_data_modules_and_schedules(tmp_path):
-    module, data = Scheduled(), Data()
+    module, data = Scheduled(), lr.Data()
     trainer, callback = lr.fit(tmp_path, module, data, engine={"max_physical_batch_size": 3})
     assert module.expected == trainer.global_step == callback.engine.steps_taken == 6
     assert data.kinds == {list}
@@ -115,21 +107,21 @@ def test_data_modules_and_schedules(tmp_path):
 
 
 def test_the_length_by_limits(tmp_path):
-    loader = TrainLoader(DataSource(lr.loader()), {})
-    trainer = lr.trainer(tmp_path, max_steps=7, max_epochs=5, limit_train_batches=2)
-    assert length_of(trainer, loader, {"target_epsilon": 3.0}) == {"steps": 7}
-    trainer = lr.trainer(tmp_path, max_epochs=3, limit_train_batches=2)
-    assert length_of(trainer, loader, {"target_epsilon": 3.0}) == {"steps": 6}
-    assert length_of(trainer, loader, {"target_epsilon": 3.0, "epochs": 9}) == {}
+    loader = TrainLoader(SimpleNamespace(dataloader=lr.loader), {})
+
+    def length(epochs, options, **limits):
+        return length_of(lr.trainer(tmp_path, max_epochs=epochs, **limits), loader, {"target_epsilon": 3.0, **options})
+
+    assert length(5, {}, limit_train_batches=2, max_steps=7) == {"steps": 7}
+    assert length(3, {}, limit_train_batches=2) == {"steps": 6}
+    assert length(3, {"epochs": 9}, limit_train_batches=2) == {}
     with pytest.raises(ValueError, match="max_epochs or max_steps"):
-        length_of(lr.trainer(tmp_path, max_epochs=-1), loader, {"target_epsilon": 3.0})
+        length(-1, {})
 
 
 USERS = {
-    "list": lambda: [0, 1, 2] * 8,
     "mapping": lambda: dict(enumerate([0, 1, 2] * 8)),
     "tensors": lambda: [torch.tensor(user) for user in [0, 1, 2] * 8],
-    "tensor [N, 1]": lambda: torch.tensor([0, 1, 2] * 8)[:, None],
     "generator": lambda: iter([0, 1, 2] * 8),
 }
 
@@ -139,14 +131,7 @@ def test_the_length_counts_users_by_value(form):
     assert len(lr.loader().dataset) == 24
     callback = lr.PrivacyCallback(unit_ids=USERS[form](), batch_size=1)
     for _ in range(2):
-        assert len(TrainLoader(DataSource(lr.loader()), callback._options)) == 3
-
-
-class DataSource:
-    """As Lightning keeps a loader."""
-
-    def __init__(self, loader):
-        self.dataloader = lambda: loader
+        assert len(TrainLoader(SimpleNamespace(dataloader=lr.loader), callback._options)) == 3
 
 
 CALLS: list[int] = []
@@ -167,13 +152,6 @@ def test_trials_of_the_self_check_are_not_logged(tmp_path):
     real = sum(map(len, steps.sizes))
     assert len(CALLS) > real
     assert trainer.callback_metrics["batches"] == real
-
-
-def test_epsilon_is_logged(tmp_path):
-    trainer, callback = lr.fit(tmp_path)
-    assert trainer.callback_metrics["epsilon"] == pytest.approx(callback.engine.epsilon())
-    assert trainer.callback_metrics["privacy_step"] == 6
-    assert {"epsilon", "privacy_step"} <= trainer.logged_metrics.keys()
 
 
 def test_the_module_has_its_own_methods_again(tmp_path, caplog):
@@ -205,8 +183,7 @@ def test_validation_and_bfloat16(tmp_path):
 
 def as_rank() -> dict[str, Any]:
     """Settings of Trainer or Fabric in one of the forked processes, whose group is there already."""
-    rank = str(dist.get_rank())
-    os.environ.update({"LOCAL_RANK": rank, "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    assert told()
     return {"devices": 2, "strategy": "ddp", "plugins": [LightningEnvironment()]}
 
 
@@ -226,3 +203,85 @@ def test_two_processes_fit_as_one(manual, tmp_path):
         torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-12)
     assert [sum(each) for each in zip(first[1], second[1], strict=True)] == alone[1]  # shares of the same samples
     assert first[2:] == second[2:] == alone[2:] == (6, 6)
+
+
+def saved(folder, every: int, **options):
+    """(path of the checkpoint after so many steps, the fit's callback)."""
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1)
+    _, callback = lr.fit(folder, callbacks=[keep], enable_checkpointing=True, **options)
+    return folder / f"step={every}.ckpt", callback
+
+
+@pytest.mark.parametrize("after", [2, 3, 4, 6])  # in the middle of an epoch, at its end, one further, and at the end
+@pytest.mark.one_in(2)
+def test_a_resumed_fit_counts_the_steps_before(after, tmp_path):
+    place, first = saved(tmp_path, after)
+    steps, module = lr.Steps(), lr.Module()
+    trainer, callback = lr.fit(tmp_path, module, ckpt_path=place, callbacks=[steps])
+    assert trainer.global_step == callback.engine.steps_taken == first.engine.steps_taken == 6
+    assert len(steps.sizes) == 6 - after
+    assert callback.engine.events == first.engine.events
+    assert callback.engine.epsilon() == pytest.approx(first.engine.epsilon(), rel=1e-3)
+    stored = torch.load(place, weights_only=True)["state_dict"]
+    assert (after < 6) != all(torch.equal(module.state_dict()[name], value) for name, value in stored.items())
+
+
+def test_an_older_checkpoint_forgets_nothing(tmp_path):
+    place, first = saved(tmp_path, 2)
+    again = lr.trainer(tmp_path, first)
+    again.fit(lr.Module(), lr.loader(), ckpt_path=place)
+    assert again.global_step == 6
+    assert first.engine.steps_taken == 6 + 4
+
+
+def test_a_ledger_counts_what_came_after_the_checkpoint(tmp_path):
+    ledger = tmp_path / "run.ledger"
+    place, _ = saved(tmp_path, 2, engine={"ledger": ledger})
+    trainer, callback = lr.fit(tmp_path, ckpt_path=place, engine={"ledger": ledger})
+    assert trainer.global_step == 6
+    assert sum(event.count for event in callback.engine.events) == 6 + 4
+    with pytest.raises(LedgerError, match="belongs to a run with a ledger"):
+        lr.fit(tmp_path, ckpt_path=place)
+
+
+@pytest.mark.parametrize("callbacks", [{}, {"PrivacyCallback": {"states": []}}], ids=["none", "empty"])
+def test_weights_of_a_refused_checkpoint_are_not_trained_further(callbacks, tmp_path):
+    place, _ = saved(tmp_path, 2)
+    with pytest.raises(PrivacyError, match=r"noise_multiplier is 1\.0 in it and 2\.0 here"):
+        lr.fit(tmp_path, ckpt_path=place, engine={"noise_multiplier": 2.0})
+    state = torch.load(place, weights_only=True)
+    torch.save({**state, "callbacks": callbacks}, tmp_path / "changed.ckpt")
+    module = lr.Module()
+    with pytest.raises(PrivacyError, match="saved without PrivacyCallback"):
+        lr.fit(tmp_path, module, ckpt_path=tmp_path / "changed.ckpt")
+    assert all(torch.equal(state["state_dict"][name], value) for name, value in module.state_dict().items())
+    for _ in range(2):
+        with pytest.raises(PrivacyError, match=r"weights of the checkpoint .*changed\.ckpt may be in this model"):
+            lr.fit(tmp_path, module)
+    lr.fit(tmp_path, module, ckpt_path=place)
+    lr.fit(tmp_path, module)
+
+
+def test_a_refused_fit_forgets_nothing(tmp_path):
+    callback, module = PrivacyCallback(noise_multiplier=1.0), lr.Module()
+    lr.trainer(tmp_path, callback).fit(module, lr.loader())
+    spent = callback.engine.events
+    for _ in range(2):
+        with pytest.raises(PrivacyError, match="batch_size"):
+            lr.trainer(tmp_path, callback).fit(module, lr.loader(size=48))
+        assert callback.engine.events == spent
+    lr.trainer(tmp_path, callback).fit(module, lr.loader())
+    assert callback.engine.steps_taken == 6 + 6
+
+
+def test_a_failed_fit_keeps_what_it_spent(tmp_path):
+    class Fails(lightning.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 4:
+                raise RuntimeError("out of luck")
+
+    callback, module = PrivacyCallback(noise_multiplier=1.0), lr.Module()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        lr.trainer(tmp_path, callback, Fails()).fit(module, lr.loader())
+    lr.trainer(tmp_path, callback).fit(module, lr.loader())
+    assert callback.engine.steps_taken == 4 + 6

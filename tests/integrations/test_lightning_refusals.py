@@ -4,7 +4,6 @@ import pytest
 
 pytest.importorskip("lightning")
 
-import lightning
 import lightning_runs as lr
 import private_runs as runs
 import torch
@@ -15,7 +14,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     SpikeDetection,
 )
-from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from ghostclip import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.integrations.lightning import PrivacyCallback, setup_fabric
@@ -23,6 +22,8 @@ from ghostclip.integrations.lightning.refusals import check_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 
+
+# Arguments of `lightning_runs.fit`, and what is said.
 SETTINGS = [
     ({"gradient_clip_val": 1.0}, "clipping="),
     ({"accumulate_grad_batches": 2}, "max_physical_batch_size="),
@@ -32,12 +33,17 @@ SETTINGS = [
     ({"overfit_batches": 1}, "limit_train_batches"),
     ({"reload_dataloaders_every_n_epochs": 1}, "leave it out"),
     ({"precision": "16-true"}, "loss_scale"),
+    ({"data": DataLoader(runs.data(), batch_size=8, sampler=WeightedRandomSampler([1.0] * 24, 24))},
+     "WeightedRandomSampler"),
+    ({"data": [lr.loader(), lr.loader()]}, r"one torch\.utils.data.DataLoader"),
+    ({"data": lr.Data(), "engine": {"unit_ids": [0, 1, 2] * 8}},
+     "values for the rows of a data set that Data makes in the fit"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "remedy"), SETTINGS)
 @pytest.mark.filterwarnings("ignore:.*overfit:UserWarning")
-def test_settings_of_the_trainer(settings, remedy, tmp_path):
+def test_settings_of_the_trainer_and_data(settings, remedy, tmp_path):
     with pytest.raises(PrivacyError, match=remedy):
         lr.fit(tmp_path, **settings)
 
@@ -54,35 +60,13 @@ def finder(folder):
     lr.trainer(folder, PrivacyCallback(noise_multiplier=1.0), BatchSizeFinder()).fit(module)
 
 
-def sampler(folder):
-    lr.fit(folder, data=DataLoader(runs.data(), batch_size=8, sampler=WeightedRandomSampler([1.0] * 24, 24)))
-
-
-def loaders(folder):
-    lr.fit(folder, data=[lr.loader(), lr.loader()])
-
-
 def forks(folder):
     made = lr.trainer(folder, strategy="ddp_fork")
     check_trainer(made, lr.Module(), {})  # in the process that a fit would begin
 
 
-class Data(lightning.LightningDataModule):
-    """Makes its data set when it is set up."""
-
-    def setup(self, stage):
-        self.rows = Subset(runs.data(), torch.randperm(24).tolist())
-
-    def train_dataloader(self):
-        return DataLoader(self.rows, batch_size=2)
-
-
-def units_beforehand(folder):
-    lr.fit(folder, data=Data(), engine={"unit_ids": [0, 1, 2] * 8})
-
-
 def test_units_by_a_function_are_those_of_the_rows_that_lightning_made(tmp_path):
-    data, seen = Data(), []
+    data, seen = lr.Data(), []
 
     def units(rows):
         seen.append(rows)
@@ -92,21 +76,18 @@ def test_units_by_a_function_are_those_of_the_rows_that_lightning_made(tmp_path)
     assert len(seen) == 1
     assert seen[0] is data.rows
     (event,) = callback.engine.events
-    assert (event.unit, event.sample_rate) == ("user", 2 / 12)
+    assert (event.unit, event.sample_rate) == ("user", 8 / 12)
 
 
 OTHERS = [
     (strategy, r"FSDPStrategy .* 'ddp'"),
     (forks, "begins a fit in new processes"),
-    (units_beforehand, "values for the rows of a data set that Data makes in the fit"),
     (finder, "tune on public data"),
-    (sampler, "WeightedRandomSampler"),
-    (loaders, r"one torch\.utils.data.DataLoader"),
 ]
 
 
 @pytest.mark.parametrize(("begin", "words"), OTHERS)
-def test_strategies_finders_and_loaders(begin, words, tmp_path):
+def test_strategies_and_finders(begin, words, tmp_path):
     with pytest.raises(PrivacyError, match=words):
         begin(tmp_path)
 
@@ -118,7 +99,7 @@ def module_with(**methods):
 
 
 def test_a_batch_that_a_hook_leaves_out_is_charged(tmp_path):
-    """The hook leaves out the rest of each epoch from its third batch on, as hooks of Lightning may."""
+    """And the rest of the epoch is left out, as hooks of Lightning may."""
     module = module_with(on_train_batch_start=lambda self, batch, batch_idx: -1 if batch_idx == 2 else None)
     _, callback = lr.fit(tmp_path, module)
     assert sum(event.count for event in callback.engine.events) == 6  # two epochs of two steps and one left out

@@ -1,13 +1,12 @@
 """Accelerate and Fabric around a loop of one's own: it trains exactly as without them; the rest is refused."""
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import private_runs as runs
 import pytest
 import torch
-import torch.distributed as dist
+from launched import told
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -40,18 +39,9 @@ def parts(dtype: torch.dtype, noise_multiplier: float) -> tuple[Any, Any, Any, d
     return model, torch.optim.SGD(model.parameters(), lr=0.5), runs.data(dtype=dtype), options
 
 
-def join() -> bool:
-    """Whether this is one of two forked processes, whose group is there already; then the libraries are told so."""
-    if joined := dist.is_initialized():
-        rank = str(dist.get_rank())
-        os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": "0", "WORLD_SIZE": "2"})
-        os.environ.update({"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
-    return joined
-
-
 def by_accelerate(dtype=torch.float64, noise=0.0, mixed=False, engine_first=False, skip=1) -> Loop:
     accelerate = pytest.importorskip("accelerate")
-    join()
+    told()
     precision = "bf16" if mixed else None
     tool = accelerate.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=skip)
     model, optimizer, data, options = parts(dtype, noise)
@@ -79,7 +69,7 @@ def by_fabric(dtype=torch.float64, noise=0.0, mixed=False) -> Loop:
 
     plugins: list[Any] = [Float64()] if dtype == torch.float64 else []
     settings: dict[str, Any] = {"devices": 1}
-    if join():
+    if told():
         settings = {"devices": 2, "strategy": "ddp"}
         plugins.append(LightningEnvironment())
     precision = "bf16-mixed" if mixed else None
@@ -120,20 +110,15 @@ def epoch(loop: Loop, losses_of: Any = runs.losses_of) -> list[list[Any]]:
     "build", [by_accelerate, lambda: by_accelerate(engine_first=True), by_fabric], ids=["after", "before", "fabric"]
 )
 def test_a_loop_is_the_hand_written_one(build: Callable[[], Loop]) -> None:
-    loop, reference = build(), runs.network(torch.float64)
+    """And so are the steps of engine.step."""
+    loop, stepped, reference = build(), build(), runs.network(torch.float64)
     for batches in epoch(loop):
         for p, total in zip(reference.parameters(), runs.clipped_sum(reference, batches, MAX_NORM), strict=True):
             p.data -= 0.5 * total / 8
-    torch.testing.assert_close(runs.weights(loop.model), runs.weights(reference), rtol=1e-9, atol=1e-12)
     assert loop.engine.steps_taken == 3
-
-
-@every_tool
-def test_engine_step_takes_the_same_steps(build: Callable[[], Loop]) -> None:
-    stepped, looped = build(), build()
     runs.train(stepped.engine)
-    epoch(looped)
-    torch.testing.assert_close(runs.weights(stepped.model), runs.weights(looped.model), rtol=1e-9, atol=1e-12)
+    for each in (loop, stepped):
+        torch.testing.assert_close(runs.weights(each.model), runs.weights(reference), rtol=1e-9, atol=1e-12)
 
 
 def in_bfloat16(model: nn.Module, examples: Any) -> Tensor:

@@ -1,7 +1,9 @@
 """Traces of an engine's steps: figures beside the slow loop, training untouched, files that can always be read."""
 
 import copy
+import logging
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from ghostclip import clipping as c
 from ghostclip import traces
-from ghostclip.traces.steps import noise_scale
+from ghostclip.sampling.schemes import Poisson
 
 POLICIES: dict[str, Any] = {
     "flat": 0.3,
@@ -30,6 +32,13 @@ def engine_for(**changes: Any) -> Any:
     model = runs.network(torch.float64)
     options = {"noise_multiplier": 1.3, "clipping": 0.3, "max_physical_batch_size": 3, "self_check": False, **changes}
     return runs.engine_for(model, dataset=runs.data(dtype=torch.float64), **options)
+
+
+def step(engine: Any, losses: Any = runs.losses_of) -> Any:
+    """A step with a logical batch of several examples; returns the batch."""
+    batch = next(runs.nonempty(engine))
+    engine.step(batch, losses)
+    return batch
 
 
 def single_gradients(model: nn.Module, batches: list[Any]) -> dict[str, Tensor]:
@@ -105,30 +114,18 @@ def test_figures_equal_those_of_single_gradients(name: str, second_pass: str, tm
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        (c.PerLayer({"0": 0.1, "2": 0.2}), {"0": 0.1, "2": 0.2}),
-        (c.Composed(c.ByLayer(), c.Fixed({"0": 0.3, "2": 0.4})), {"0": 0.3, "2": 0.4}),
-        (c.Custom(lambda n: n, 0.7, groups={"0": ["0.*"], "2": ["2.*"]}), {"0": math.nan, "2": math.nan}),
-        (0.6, {"0": math.nan, "2": math.nan}),
+        (c.PerLayer({"0": 0.1, "2": 0.2}), [0.1, 0.2]),
+        (c.Composed(c.ByLayer(), c.Fixed({"0": 0.3, "2": 0.4})), [0.3, 0.4]),
+        (c.Custom(lambda n: n, 0.7, groups={"0": ["0.*"], "2": ["2.*"]}), [math.nan, math.nan]),
+        (0.6, [math.nan, math.nan]),
     ],
 )
-def test_thresholds_are_the_policy_s(policy: Any, expected: dict[str, float], tmp_path: Path) -> None:
+def test_thresholds_are_the_policy_s(policy: Any, expected: list[float], tmp_path: Path) -> None:
     engine = engine_for(clipping=policy)
     engine.trace(tmp_path / "t.npz")
-    engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    step(engine)
     found = traces.read(tmp_path / "t.npz")
-    np.testing.assert_array_equal(found["threshold"][0], [*expected.values(), engine.clipping.sensitivity])
-
-
-def test_both_parts_of_the_noise_scale_are_unbiased() -> None:
-    generator = np.random.default_rng(0)
-    mean, stds = np.array([1.0, -0.5, 0.2]), np.array([0.5, 2.0, 1.0])
-    found = []
-    for _ in range(20_000):
-        gradients = mean + stds * generator.standard_normal((5, 3))
-        found.append(noise_scale(np.linalg.norm(gradients, axis=1), float(np.square(gradients.sum(0)).sum())))
-    for part, expected in (("squared_gradient", (mean**2).sum()), ("gradient_variance", (stds**2).sum())):
-        values = np.array([each[part] for each in found])
-        assert abs(values.mean() - expected) < 4 * values.std() / math.sqrt(len(values))
+    np.testing.assert_array_equal(found["threshold"][0], [*expected, engine.clipping.sensitivity])
 
 
 def trained(trace: Path | None, second_pass: str, loop: Any, policy: Any) -> tuple[list[Tensor], Any]:
@@ -169,20 +166,11 @@ def test_training_is_bit_for_bit_the_same(second_pass: str, loop: Any, policy: A
 
 def test_the_loss_function_is_called_once_and_other_steps_are_not_observed(tmp_path: Path, monkeypatch: Any) -> None:
     engine, calls, passes = engine_for(), [], []
-    observed = engine._steps.release.clipper.passes.unclipped
-    monkeypatch.setattr(
-        engine._steps.release.clipper.passes, "unclipped", lambda *each: passes.append(1) or observed(*each)
-    )
-
-    def losses(model: nn.Module, examples: Any) -> Tensor:
-        calls.append(1)
-        return runs.losses_of(model, examples)
-
+    own = engine._steps.release.clipper.passes
+    observed = own.unclipped
+    monkeypatch.setattr(own, "unclipped", lambda *each: passes.append(1) or observed(*each))
     engine.trace(tmp_path / "t.npz", every=3)
-    sizes = []
-    for _, batch in zip(range(5), runs.nonempty(engine), strict=False):
-        engine.step(batch, losses)
-        sizes.append(len(batch.sizes))
+    sizes = [len(step(engine, lambda *given: calls.append(1) or runs.losses_of(*given)).sizes) for _ in range(5)]
     assert len(calls) == sum(sizes)
     assert len(passes) == sizes[0] + sizes[3]
 
@@ -190,36 +178,33 @@ def test_the_loss_function_is_called_once_and_other_steps_are_not_observed(tmp_p
 def test_every_nth_step_from_the_first_and_a_batch_without_a_step_gives_its_turn_away(tmp_path: Path) -> None:
     engine = engine_for()
     for _ in range(2):
-        engine.step(next(runs.nonempty(engine)), runs.losses_of)
+        step(engine)
     engine.trace(tmp_path / "t.npz", every=2)
     batch = next(runs.nonempty(engine))
     runs.gather(engine, batch)
     batch.discard()  # charged as step 3
     with pytest.raises(RuntimeError, match="in a loss"):
-        engine.step(next(runs.nonempty(engine)), lambda *_: (_ for _ in ()).throw(RuntimeError("in a loss")))
+        step(engine, lambda *_: (_ for _ in ()).throw(RuntimeError("in a loss")))
     for _ in range(5):
-        engine.step(next(runs.nonempty(engine)), runs.losses_of)
+        step(engine)
     found = traces.read(tmp_path / "t.npz")
     assert found["step"].tolist() == [4, 6, 8]
     assert engine.steps_taken == 8
 
 
-def test_an_empty_batch_is_a_step_without_examples(tmp_path: Path) -> None:
-    engine = engine_for(batch_size=1, max_physical_batch_size=None)
+def test_an_empty_batch_is_a_step_without_examples(tmp_path: Path, monkeypatch: Any) -> None:
+    sizes = [2, 0, 1]
+    counts = iter(sizes)
+    monkeypatch.setattr(Poisson, "count", lambda *_: next(counts))
+    engine = engine_for(max_physical_batch_size=None)
     engine.trace(tmp_path / "t.npz", every=1)
-    sizes = []
-    while 0 not in sizes:
-        for batch in engine.batches():
-            engine.step(batch, runs.losses_of)
-            sizes.append(sum(batch.sizes))
+    runs.train(engine)
     found = traces.read(tmp_path / "t.npz")
     assert found["examples"].tolist() == sizes
-    place = sizes.index(0)
-    assert found["norms"][place].shape == (3, 0)
-    assert found["clipped_norm"][place].tolist() == found["snr"][place].tolist() == [0.0] * 3
-    for name in ("fraction_clipped", "cosine"):
-        assert np.isnan(found[name][place]).all()
-    assert math.isnan(found["noise_scale"][place])
+    assert found["norms"][1].shape == (3, 0)
+    assert found["clipped_norm"][1].tolist() == found["snr"][1].tolist() == [0.0] * 3
+    for name in ("fraction_clipped", "cosine", "noise_scale"):
+        assert np.isnan(found[name][1]).all()
 
 
 def test_an_example_that_is_not_finite_is_left_out_of_the_sums(tmp_path: Path) -> None:
@@ -267,3 +252,172 @@ def test_scaled_losses_are_traced_as_others(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.hstack(one["norms"]), np.hstack(other["norms"]), rtol=1e-9)
     for name in ("cosine", "snr", "noise_scale"):
         np.testing.assert_allclose(one[name], other[name], rtol=1e-9)
+
+
+FIXED = {"sampling": "without_replacement", "self_check": False, "noise_multiplier": 1.0, "clipping": 0.3}
+
+
+@pytest.fixture
+def engine() -> Any:
+    """An engine whose logical batches have 8 examples each, three of them in an epoch."""
+    return runs.engine_for(runs.network(), **FIXED)
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_piece_that_is_tried_again_out_of_memory_counts_once(failing: int, tmp_path: Path) -> None:
+    # The same examples in every run: of some, the difference below is next to nothing, and as large as rounding.
+    engine = runs.engine_for(runs.network(), noise="test", seed=1, **FIXED)
+    engine.trace(tmp_path / "t.npz")
+    before, done, tried = copy.deepcopy(engine.model), [], []
+
+    def losses(model: nn.Module, examples: Any) -> Tensor:
+        found, passes = runs.losses_of(model, examples), []
+        tried.append(len(found))
+        done.extend([examples] if len(found) == 2 else [])
+
+        def out_of_memory(grad: Tensor) -> None:
+            passes.append(1)
+            if len(found) > 2 and len(passes) == failing:
+                raise MemoryError("no more")
+
+        found.register_hook(out_of_memory)
+        return found
+
+    engine.step(next(iter(engine.batches())), losses)
+    assert tried == [8, 4, 2, 2, 2, 2]
+    found = traces.read(tmp_path / "t.npz")
+    assert found["examples"].tolist() == [8]
+    runs.losses_of(before, [torch.cat(parts) for parts in zip(*done, strict=True)]).mean().backward()
+    squared = runs.grads(before).double().square().sum()
+    expected = (8 * squared - np.square(found["norms"][0][-1].astype(float)).mean()) / 7
+    assert found["squared_gradient"][0] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_files_say_that_they_are_private_and_so_does_the_log(tmp_path: Path, caplog: Any) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    said = "raw data: contains norms of single examples without noise; not covered by the guarantee; don't publish"
+    for path in (tmp_path / "t.npz", tmp_path / "t.parquet"):
+        engine = runs.engine_for(runs.network(), **FIXED)
+        with caplog.at_level(logging.WARNING, "ghostclip"):
+            engine.trace(path)
+        assert said in caplog.text
+        caplog.clear()
+        runs.train(engine)
+        assert (path / "_PRIVATE.txt").read_text() == f"{said}\n"
+        assert traces.read(path)["privacy"] == said
+        assert path.stat().st_mode & 0o077 == 0
+    (file,) = (tmp_path / "t.npz").glob("*.npz")
+    with np.load(file) as arrays:
+        assert arrays.files[0] == "privacy"
+    table = parquet.read_table(tmp_path / "t.parquet")  # the folder as one table, as others read it
+    assert table.column_names[:3] == ["step", "group", "norms"]
+    assert table.num_rows == 3
+
+
+def test_both_kinds_hold_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    found = []
+    for suffix in ("npz", "parquet"):
+        torch.manual_seed(5)
+        engine = runs.engine_for(runs.network(), noise="test", seed=1, clipping=c.PerLayer(0.2), noise_multiplier=1.0)
+        engine.trace(tmp_path / f"t.{suffix}", every=2)
+        runs.train(engine)
+        found.append(traces.read(tmp_path / f"t.{suffix}"))
+    one, other = found
+    assert one.keys() == other.keys() >= {*traces.BY_GROUP, *traces.BY_STEP, "norms", "step", "examples"}
+    assert one.pop("groups") == other.pop("groups") == ["0", "2", "all"]
+    assert one.pop("privacy") == other.pop("privacy")
+    for norms, others in zip(one.pop("norms"), other.pop("norms"), strict=True):
+        assert norms.dtype == others.dtype == np.float32
+        np.testing.assert_array_equal(norms, others)
+    for name, values in one.items():
+        np.testing.assert_array_equal(values, other[name])
+
+
+@pytest.mark.parametrize("end", ["None", "close", "detach"])
+def test_a_trace_ends_and_can_be_read_before_whatever_was_begun(engine: Any, end: str, tmp_path: Path) -> None:
+    trace = engine.trace(str(tmp_path / "deep" / "t.npz"), every=1)
+    runs.train(engine)
+    (trace.path / ".step-0000000004.npz").write_bytes(b"half of")
+    assert traces.read(trace.path)["step"].tolist() == [1, 2, 3]
+    {"None": lambda: engine.trace(None), "close": trace.close, "detach": engine.detach}[end]()
+    if end != "detach":
+        runs.train(engine)
+    assert traces.read(trace.path)["step"].tolist() == [1, 2, 3]
+
+
+def test_one_that_is_ended_within_a_batch_leaves_it_out_and_another_begins_with_the_next(
+    engine: Any, tmp_path: Path
+) -> None:
+    first = engine.trace(tmp_path / "1.npz", every=1)
+    for place, batch in enumerate(engine.batches()):
+        runs.gather(engine, batch)
+        if place == 1:
+            engine.trace(tmp_path / "2.npz", every=1)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    assert traces.read(first.path)["step"].tolist() == [1]
+    assert traces.read(tmp_path / "2.npz")["step"].tolist() == [3]
+
+
+SUFFIX = r"must end in \.parquet or \.npz"
+
+
+@pytest.mark.parametrize(
+    ("name", "every", "words"),
+    [
+        *(("t.npz", every, "every must be a whole number >= 1") for every in (0, 1.5)),
+        *((name, 1, SUFFIX) for name in ("t.csv", "t")),
+        ("mine.npz", 1, r"mine\.npz exists; give the path of a trace that is to be made"),
+    ],
+)
+def test_what_can_not_be_traced_is_refused_and_nothing_is_made(
+    engine: Any, name: str, every: Any, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.npz").write_text("mine")
+    with pytest.raises((ValueError, TypeError, FileExistsError), match=words):
+        engine.trace(tmp_path / name, every=every)
+    if words == SUFFIX:
+        with pytest.raises(ValueError, match=words):
+            traces.read(tmp_path / name)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_engines_that_are_not_traced(engine: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Of a group with the name of all parameters, without pyarrow, and with compiled steps."""
+    groups = {"all": ["0.*"], "rest": ["2.*"]}
+    other = runs.engine_for(runs.network(), clipping=c.Grouped(groups, max_norm=1.0))
+    with pytest.raises(ValueError, match="a group of parameters is called 'all'"):
+        other.trace(tmp_path / "t.npz")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs pyarrow: pip install pyarrow; \.npz needs nothing"):
+        engine.trace(tmp_path / "t.parquet")
+    assert not list(tmp_path.iterdir())
+    engine.trace(tmp_path / "t.npz")
+    with pytest.raises(ValueError, match="holds no traced step"):
+        traces.read(tmp_path / "t.npz")
+    with pytest.raises(ValueError, match=r"trace\(\) and compile\(\) don't go together"):
+        engine.compile()
+    assert engine.trace(None) is None
+    engine.compile()
+    with pytest.raises(ValueError, match=r"trace\(\) and compile\(\) don't go together"):
+        engine.trace(tmp_path / "u.npz")
+    assert not (tmp_path / "u.npz").exists()
+
+
+def test_a_disk_that_is_full_ends_the_trace_and_not_the_run(
+    engine: Any, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    engine.trace(tmp_path / "t.npz", every=1)
+    engine.step(next(iter(engine.batches())), runs.losses_of)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with caplog.at_level(logging.WARNING, "ghostclip"):
+        runs.train(engine)
+    assert caplog.text.count("ends here, since it can't be written: [Errno 28] No space left") == 1
+    assert engine.steps_taken > 2
+    assert traces.read(tmp_path / "t.npz")["step"].tolist() == [1]

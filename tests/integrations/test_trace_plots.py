@@ -42,11 +42,11 @@ def texts(figure: Any) -> str:
 
 
 @pytest.mark.slow
-def test_all_plots_are_written_as_png_files(tmp_path: Path, found: dict[str, Any]) -> None:
+@pytest.mark.usefixtures("found")
+def test_all_plots_are_written_as_png_files(tmp_path: Path) -> None:
     files = trace_plots.write(tmp_path / "t.npz", tmp_path / "deep" / "plots")
-    assert {file.name for file in files} == {
-        "median_norm.png", "fraction_clipped.png", "cosine.png", "snr.png", "norms.png", "thresholds.png",
-    }  # fmt: skip
+    names = ["cosine", "fraction_clipped", "median_norm", "norms", "snr", "thresholds"]
+    assert sorted(file.name for file in files) == [f"{name}.png" for name in names]
     for file in files:
         pixels = matplotlib.image.imread(io.BytesIO(file.read_bytes()))
         assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 20
@@ -101,16 +101,6 @@ def test_the_cost_of_a_trace_is_measured(tmp_path: Path, capsys: Any) -> None:
     row = json.loads((tmp_path / "trace_cost.json").read_text())["workloads"]["mlp"]
     assert row["ms"]["engine.step, traced to npz"]["rounds"] >= 3
     assert "\n| mlp | 8 | " in (tmp_path / "trace_cost.md").read_text()
-
-
-def test_a_trace_takes_less_than_two_percent_as_published() -> None:
-    module = script("trace_cost")
-    results = json.loads((module.RESULTS / "trace_cost.json").read_text())
-    assert set(results["workloads"]) == {"mlp", "cnn"}
-    assert results["every"] == module.EVERY == 100
-    for row in results["workloads"].values():
-        assert all(0 < spread["median"] < module.LIMIT for spread in row["share"].values())
-        assert 0.97 < row["between"]["median"] < 1.03
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ pytest.importorskip("peft")
 
 from datasets import Dataset
 from peft import LoraConfig
-from tiny_trl import PAIRS, TEXTS, arguments, dpo, drawn, gpt2, llama, privacy, sft, tokenizer
+from tiny_trl import PAIRS, TEXTS, dpo, drawn, gpt2, llama, privacy, sft
 from transformers import LlamaForCausalLM
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOTrainer, RewardTrainer, SFTTrainer
 
 from ghostclip import PrivacyError, UnsupportedModelError, accounting
 from ghostclip.integrations.trl import PrivacyArguments, PrivateSFTTrainer, private
@@ -55,8 +55,12 @@ def released(trainer: Any) -> dict[str, Tensor]:
     return {name: each * trainer.engine.batch_size / RATE for name, each in moved.items()}
 
 
-def assert_a_step_is_the_loop(ours: Any, plain: Any) -> None:
+def assert_a_step_is_the_loop(make: Any, plain: Any, data: Any, options: Any, more: Any, folder: Any) -> None:
     """Over the losses of TRL's own trainer, whose weights become the private one's."""
+    options = {**WHOLE, **options}
+    ours = make(folder, data, more={"privacy": privacy(folder, clipping=MAX_NORM), **built(more)}, **options)
+    options = {name: value for name, value in options.items() if name not in PACKS}
+    plain = make(folder, data, plain, built(more), **options)
     plain.model.load_state_dict(ours.model.state_dict())
     expected = clipped_loop(plain.model, plain_losses(plain))
     torch.testing.assert_close(released(ours), expected, rtol=1e-4, atol=1e-5)
@@ -92,13 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "packing, GPT-2": ("text", {"packing": True}, {"model": gpt2}),
     "padding free": ("text", {"padding_free": True}, {}),
 }  # fmt: skip
-QUICK = {"text", "completion", "assistant", "LoRA", "packing", "packing, LoRA", "packing, GPT-2"}
 PACKS = {"packing", "padding_free"}
-
-
-def listed(cases: Any, quick: Any) -> list[Any]:
-    """Cases of which `make test` has some."""
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in cases]
 
 
 def built(more: dict[str, Any]) -> dict[str, Any]:
@@ -106,19 +104,11 @@ def built(more: dict[str, Any]) -> dict[str, Any]:
     return {name: value() if callable(value) else value for name, value in more.items()}
 
 
-@pytest.mark.parametrize("name", listed(CASES, QUICK))
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(4)
 def test_a_step_of_sft_is_the_clipped_sum_of_a_loop_over_conversations(name: str, tmp_path: Any) -> None:
     kind, options, more = CASES[name]
-    options, data = {**WHOLE, **options}, drawn(ROWS, TEXTS[kind])
-    build, more = more.get("model", llama), {key: value for key, value in more.items() if key != "model"}
-    given = {"privacy": privacy(tmp_path, clipping=MAX_NORM), **built(more)}
-    ours = sft(tmp_path, data, model=build(), more=given, **options)
-    plain = SFTTrainer(
-        model=build(), args=arguments(SFTConfig, tmp_path, **{k: v for k, v in options.items() if k not in PACKS}),
-        train_dataset=data, processing_class=tokenizer(), **built(more),
-    )  # fmt: skip
-    assert_a_step_is_the_loop(ours, plain)
+    assert_a_step_is_the_loop(sft, SFTTrainer, drawn(ROWS, TEXTS[kind]), options, more, tmp_path)
 
 
 def test_an_empty_document_is_an_example_without_a_loss_in_a_pack(tmp_path: Any) -> None:
@@ -130,31 +120,22 @@ def test_an_empty_document_is_an_example_without_a_loss_in_a_pack(tmp_path: Any)
 
 
 PAIR_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "reference model": ("texts", {}, {"ref_model": lambda: llama(1)}),
-    "conversations": (
-        "conversations", {"loss_type": ["hinge", "ipo"], "loss_weights": [0.5, 2.0]}, {"ref_model": lambda: llama(1)}
-    ),
-    "precomputed": ("texts", {"precompute_ref_log_probs": True}, {"ref_model": lambda: llama(1)}),
+    "reference model": ("texts", {}, {}),
+    "conversations": ("conversations", {"loss_type": ["hinge", "ipo"], "loss_weights": [0.5, 2.0]}, {}),
+    "precomputed": ("texts", {"precompute_ref_log_probs": True}, {}),
     "LoRA": ("texts", {}, {"peft_config": adapter}),
-    "small physical batches": (
-        "texts", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, {"ref_model": lambda: llama(1)}
-    ),
-}  # fmt: skip
+    "small physical batches": ("texts", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, {}),
+}
 
 
-@pytest.mark.parametrize("name", listed(PAIR_CASES, {"reference model", "precomputed", "LoRA"}))
+@pytest.mark.parametrize("name", PAIR_CASES)
+@pytest.mark.one_in(2)
 def test_a_step_of_dpo_is_the_clipped_sum_of_a_loop_over_pairs(name: str, tmp_path: Any) -> None:
     kind, options, more = PAIR_CASES[name]
-    options, data = {**WHOLE, **options}, drawn(ROWS, PAIRS[kind])
-    ours = dpo(tmp_path, data, more={"privacy": privacy(tmp_path, clipping=MAX_NORM), **built(more)}, **options)
-    plain = DPOTrainer(
-        model=llama(), args=arguments(DPOConfig, tmp_path, **options), train_dataset=data, processing_class=tokenizer(),
-        **built(more),
-    )  # fmt: skip
-    assert_a_step_is_the_loop(ours, plain)
+    assert_a_step_is_the_loop(dpo, DPOTrainer, drawn(ROWS, PAIRS[kind]), options, more, tmp_path)
 
 
-@pytest.mark.parametrize("with_adapter", [True, False])
+@pytest.mark.parametrize("with_adapter", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_not_every_batch_of_pairs_is_measured(with_adapter: bool, tmp_path: Any) -> None:
     """The output layer gets a hook for each forward, of the reference, too."""
     more = built({"peft_config": adapter}) if with_adapter else {}
@@ -167,14 +148,9 @@ def test_every_loss_of_pairs_is_trl_s_of_a_single_pair(tmp_path: Any) -> None:
     """In batches of pairs of other lengths."""
     data, options = drawn(4, PAIRS["texts"]), {"label_smoothing": 0.1, "beta": 0.5}
     ours = dpo(tmp_path, data, **options)
-    plain = DPOTrainer(
-        model=llama(), ref_model=llama(1), args=arguments(DPOConfig, tmp_path, **options), train_dataset=data,
-        processing_class=tokenizer(),
-    )  # fmt: skip
-    alone, batch = (
-        plain_losses(plain),
-        ours._collated(ours.data_collator)([ours.train_dataset[row] for row in range(4)]),
-    )
+    plain = dpo(tmp_path, data, DPOTrainer, **options)
+    alone, rows = plain_losses(plain), [ours.train_dataset[row] for row in range(4)]
+    batch = ours._collated(ours.data_collator)(rows)
     assert batch["input_ids"].shape[:2] == (4, 2)
     for name in OF_PAIRS:
         ours.loss_types = plain.loss_types = [name]
@@ -233,9 +209,7 @@ def test_unit_ids_names_the_column_of_users(tmp_path: Any) -> None:
     given = privacy(tmp_path, clipping=MAX_NORM, unit_ids="author")
     users = ROWS // 2
     ours = sft(tmp_path, data, more={"privacy": given}, **{**WHOLE, "per_device_train_batch_size": users})
-    plain = SFTTrainer(
-        model=llama(), args=arguments(SFTConfig, tmp_path), train_dataset=data, processing_class=tokenizer()
-    )
+    plain = sft(tmp_path, data, SFTTrainer)
     alone = plain_losses(plain)
     expected = clipped_loop(plain.model, lambda user: alone(2 * user) + alone(2 * user + 1), users)
     torch.testing.assert_close(released(ours), expected, rtol=1e-4, atol=1e-5)
@@ -254,7 +228,7 @@ class Crossing(LlamaForCausalLM):
 
 def test_attention_that_crosses_documents_is_refused(tmp_path: Any) -> None:
     """In the first step, before its release."""
-    ours = sft(tmp_path, drawn(ROWS, TEXTS["text"]), model=Crossing(llama().config), **{**WHOLE, "packing": True})
+    ours = sft(tmp_path, drawn(ROWS, TEXTS["text"]), more={"model": Crossing(llama().config)}, **WHOLE, packing=True)
     with pytest.raises(UnsupportedModelError):
         ours.train()
     assert ours.engine.steps_taken == 0
@@ -286,17 +260,11 @@ class Watched(SFTTrainer):
         super()._save_checkpoint(*given)
 
 
-class Stepping(DPOTrainer):
-    def training_step(self, *given: Any, **options: Any) -> Any:
-        return super().training_step(*given, **options)
-
-
 def test_private_gives_the_class_of_a_subclass(tmp_path: Any) -> None:
     watched: list[str] = []
     kind = private(Watched)
-    ours = sft(
-        tmp_path, drawn(ROWS, TEXTS["text"]), kind, more={"watched": watched}, save_strategy="steps", save_steps=3
-    )
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    ours = sft(tmp_path, drawn(ROWS, TEXTS["text"]), kind, more={"watched": watched}, **saving)
     ours.train()
     assert watched == ["saved"]
     assert kind.__name__ == "PrivateWatched"
@@ -308,7 +276,11 @@ def test_private_gives_the_class_of_a_subclass(tmp_path: Any) -> None:
     ("make", "kind", "message"),
     [
         (sft, Doubled, r"Doubled.compute_loss gives one loss for the batch.*override the method compute_losses\(self"),
-        (dpo, Stepping, "Stepping.training_step would take the place"),
+        (
+            dpo,
+            type("Stepping", (DPOTrainer,), {"training_step": lambda *_: None}),
+            "Stepping.training_step would take the place",
+        ),
     ],
 )
 def test_what_a_subclass_must_override_is_named(make: Any, kind: Any, message: str, tmp_path: Any) -> None:
@@ -326,14 +298,14 @@ def test_a_subclass_may_have_losses_of_its_own(tmp_path: Any) -> None:
     assert losses.shape == (4,)
 
 
-@pytest.mark.parametrize("kind", [dict, torch.nn.Linear, 3])
-def test_only_trainers_have_a_private_class(kind: Any) -> None:
-    with pytest.raises(TypeError, match="takes a class of trainers"):
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (torch.nn.Linear, "takes a class of trainers"),
+        (3, "takes a class of trainers"),
+        (RewardTrainer, r"aren't known for RewardTrainer.*define compute_losses\(self"),
+    ],
+)
+def test_only_trainers_whose_losses_are_known_have_a_private_class(kind: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         private(kind)
-
-
-def test_trainers_whose_losses_are_not_known_are_refused() -> None:
-    from trl import RewardTrainer
-
-    with pytest.raises(TypeError, match=r"aren't known for RewardTrainer.*define compute_losses\(self"):
-        private(RewardTrainer)

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from tiny_trl import PAIRS, TEXTS, arguments, dpo, drawn, llama, sft, tokenizer
-from trl import SFTConfig, SFTTrainer
+from tiny_trl import PAIRS, TEXTS, dpo, drawn, sft
+from trl import SFTTrainer
 from trl.data_utils import pack_dataset
 
 from ghostclip import PrivacyError
@@ -23,10 +23,7 @@ SFT = [
 ]
 DPO = [
     ({"loss_type": ["aot"]}, "loss_type='aot' of DPOConfig isn't a sum over pairs"),
-    (
-        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]},
-        "loss_type='sft' of DPOConfig isn't a sum over pairs",
-    ),
+    ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]}, "loss_type='sft' of DPOConfig isn't a sum over"),
     ({"use_weighting": True}, "use_weighting=True of DPOConfig"),
     ({"ld_alpha": 0.5}, "ld_alpha=0.5 of DPOConfig"),
     ({"f_divergence_type": "js_divergence"}, "f_divergence_type='js_divergence' of DPOConfig"),
@@ -52,9 +49,16 @@ def test_a_loss_of_the_batch_is_refused(tmp_path: Any) -> None:
         sft(tmp_path, drawn(2, TEXTS["text"]), more=more)
 
 
-def test_data_that_are_no_texts_are_trl_s_to_refuse(tmp_path: Any) -> None:
-    with pytest.raises(KeyError, match="text"):
-        sft(tmp_path, drawn(2, lambda some: {"story": some()}))
+@pytest.mark.parametrize(
+    ("make", "row", "message"),
+    [
+        (sft, lambda some: {"story": some()}, "text"),
+        (dpo, lambda some: {"prompt": some(), "chosen": some()}, "rejected"),
+    ],
+)
+def test_data_without_texts_or_pairs_are_trl_s_to_refuse(make: Any, row: Any, message: str, tmp_path: Any) -> None:
+    with pytest.raises(KeyError, match=message):
+        make(tmp_path, drawn(2, row))
 
 
 @pytest.mark.parametrize("by", ["seq_lengths", "position_ids"])
@@ -74,15 +78,10 @@ def test_a_data_set_that_was_packed_beforehand_is_refused(by: str, tmp_path: Any
 def test_an_empty_completion_is_what_trl_makes_of_it(tmp_path: Any) -> None:
     """The token that ends it."""
     rows = Dataset.from_list([{"prompt": "the cat", "completion": " sat"}, {"prompt": "the dog", "completion": ""}])
-    plain = SFTTrainer(llama(), arguments(SFTConfig, tmp_path), train_dataset=rows, processing_class=tokenizer())
+    plain = sft(tmp_path, rows, SFTTrainer)
     trainer = sft(tmp_path, rows, per_device_train_batch_size=2)
     assert trainer.train_dataset.to_list() == plain.train_dataset.to_list()
     assert trainer.train().global_step == 3
-
-
-def test_a_pair_without_a_completion_is_trl_s_to_refuse(tmp_path: Any) -> None:
-    with pytest.raises(KeyError, match="rejected"):
-        dpo(tmp_path, drawn(2, lambda some: {"prompt": some(), "chosen": some()}))
 
 
 def test_streams_are_refused(tmp_path: Any) -> None:

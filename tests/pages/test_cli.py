@@ -18,10 +18,12 @@ from ghostclip.cli import main, train
 from ghostclip.cli.progress import bar, log_on_stderr
 from ghostclip.native import kernels
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 SAMPLING = ["--examples", "6000", "--batch-size", "60", "--epochs", "2"]
 AUTO = ["--max-physical-batch-size", "auto"]
 SPENT = ["epsilon", "--noise-multiplier", "4", *SAMPLING]
-TRAIN = ["train", "--model", "mlp", "--noise-multiplier", "1", "--batch-size", "500", "--epochs", "2"]
+TRAIN = ["train", "--model", "mlp", "--noise-multiplier", "1"]
 AUDIT = ["audit", "--model", "mlp", "--epochs", "1", "--noise-multiplier", "1", "--batch-size", "400"]
 COUNTED = ["epsilon", "--noise-multiplier", "4", "--examples", "600", "--batch-size", "60", "--epochs", "2"]
 log = logging.getLogger("ghostclip")
@@ -37,12 +39,9 @@ def bad():
 def tuple_output():
     return nn.LSTM(3, 4, batch_first=True)
 
-class Broken(nn.Module):
+class broken(nn.Module):
     def forward(self, inputs):
         raise KeyError("no such thing")
-
-def broken():
-    return Broken()
 
 class Centred(nn.Module):
     def forward(self, x):
@@ -75,10 +74,8 @@ def test_help_has_an_example(capsys, command):
 
 
 def test_module_and_version():
-    output = subprocess.run(
-        [sys.executable, "-m", "ghostclip", "--version"], capture_output=True, text=True, check=True
-    )
-    first, second = output.stdout.splitlines()
+    command = [sys.executable, "-m", "ghostclip", "--version"]
+    first, second = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert first == f"ghostclip {ghostclip.__version__}"
     assert second == f"C kernels: {kernels()}"
 
@@ -113,10 +110,7 @@ def test_calibrated_noise_keeps_the_target_as_printed(capsys):
         (["check", "networks:good", "--input-shape", "7,x"], "expected sizes such as 1 8 8 or 1,8,8; got '7,x'"),
         (["explain", "networks:broken", "--input-shape", "7"], "KeyError: 'no such thing'"),
         (["train", "--data", "mnist"], "--data mnist needs --data-dir"),
-        (
-            ["train", "--data", "mnist", "--data-dir", "nowhere"],
-            "nowhere is not a folder; give the folder that holds train",
-        ),
+        (["train", "--data", "mnist", "--data-dir", "nowhere"], "nowhere is not a folder; give the folder that holds"),
         (["train", "--data-dir", "."], "digits are embedded and take no --data-dir"),
         (["train", "--vocabulary", "words.txt"], "--vocabulary is for imdb; digits has none"),
         (["train", "--model", "transformer"], "transformer takes token ids of texts"),
@@ -256,14 +250,11 @@ def test_risk_bounds_membership_attacks(capsys):
     assert "advantage" not in as_json(capsys, *COUNTED)
 
 
-def test_the_log_is_shown_from_info_on_each_line_once(capsys):
+def test_the_log_is_shown_from_info_on_each_line_once_and_does_not_continue_a_bar(capsys):
     with log_on_stderr():
         for level in (logging.DEBUG, logging.INFO, logging.INFO, logging.WARNING):
             log.log(level, "level %d,\nin one line", level)
     assert capsys.readouterr().err == "ghostclip: level 20, in one line\nghostclip: level 30, in one line\n"
-
-
-def test_a_line_does_not_continue_a_bar(capsys):
     with log_on_stderr(), bar("training", 10) as advance:
         advance()
         log.info("compiling")
@@ -283,8 +274,7 @@ def test_commands_show_what_is_logged(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_calibration_is_announced_and_output_is_only_the_result():
-    where = ["--epsilon", "1", "--sample-rate", "0.1", "--steps", "20", "--json"]
-    command = [sys.executable, "-m", "ghostclip", "calibrate", *where]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    words = ["calibrate", "--epsilon", "1", "--sample-rate", "0.1", "--steps", "20", "--json"]
+    done = subprocess.run([sys.executable, "-m", "ghostclip", *words], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["noise_multiplier"] > 0
     assert done.stderr == "ghostclip: looking for the least noise within epsilon 1 at delta 1e-05; this takes seconds\n"

@@ -25,11 +25,17 @@ needs_compiler = pytest.mark.skipif(library("gram") is None, reason="no C compil
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
+def changed(monkeypatch, name, **values):
+    """The script with other numbers in place of its own."""
+    module = script(name)
+    for each, value in values.items():
+        monkeypatch.setattr(module, each, value)
+    return module
+
+
 @pytest.mark.slow
 def test_end_to_end_writes_a_row_for_each_setting(tmp_path, monkeypatch):
-    module = script("end_to_end")
-    monkeypatch.setattr(module, "EXAMPLES", 40)
-    monkeypatch.setattr(module, "SETTINGS", {"default": (20, False)})
+    module = changed(monkeypatch, "end_to_end", EXAMPLES=40, SETTINGS={"default": (20, False)})
     module.main(["--models", "mlp", "--epochs", "2", "--out", str(tmp_path)])
     (row,) = json.loads((tmp_path / "end_to_end.json").read_text())["rows"]
     assert 0 < row["lowest"] <= row["over_plain"] <= row["highest"]
@@ -38,13 +44,10 @@ def test_end_to_end_writes_a_row_for_each_setting(tmp_path, monkeypatch):
 
 
 def test_tables_that_are_older_than_what_a_step_runs_are_refused(tmp_path, monkeypatch, capsys):
-    module = script("readme_table")
+    later, pages = ["2222222 Sum twice", "1111111 Measure faster"], {"README.md": lambda: "a table"}
+    module = changed(monkeypatch, "readme_table", ROOT=tmp_path, PAGES=pages, changed_since=lambda commit: later)
     page = tmp_path / "README.md"
     page.write_text(f"{module.START}\n{module.END}")
-    monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(module, "PAGES", {"README.md": lambda: "a table"})
-    later = ["2222222 Sum twice", "1111111 Measure faster"]
-    monkeypatch.setattr(module, "changed_since", lambda commit: later)
     assert module.main([]) == 1
     said = capsys.readouterr().err
     assert "before '1111111 Measure faster' and 1 more commits" in said
@@ -105,9 +108,9 @@ def test_models_with_dropout_take_turns(tmp_path, monkeypatch):
 
 
 def test_mixing_is_seen_and_the_alarm_is_quiet(tmp_path, monkeypatch):
-    module, name = script("ownership"), "minus the mean over the batch"
+    name = "minus the mean over the batch"
+    module = changed(monkeypatch, "ownership", STARTS=(1, 3))
     monkeypatch.setattr(module, "KINDS", {name: module.KINDS[name]})
-    monkeypatch.setattr(module, "STARTS", (1, 3))
     monkeypatch.setattr(module, "NORMS", dict(list(module.NORMS.items())[:1]))
     found, page = ran(module, tmp_path, "--seeds", "2", "--draws", "2000", "--sizes", "64")
     assert all(row["refused_in"] == [0, 0] for row in found["mixing"])
@@ -122,8 +125,7 @@ def test_kills_leave_no_release_uncharged(tmp_path):
     assert results["kills"] >= 20
     assert results["resumed_from_a_checkpoint"] > 0
     assert all(0 <= row["least_added"] <= row["most_added"] <= results["block"] for row in results["points"].values())
-    assert results["correlated"]["kills"] >= 10
-    assert results["searches"]["kills"] >= 10
+    assert min(results[part]["kills"] for part in ("correlated", "searches")) >= 10
     assert all(row["most_added"] <= 1 for row in results["searches"]["points"].values())
     assert page.count("| at a random moment |") == 3
 
@@ -139,21 +141,22 @@ def test_kills_notice_a_search_that_draws_again(tmp_path, monkeypatch):
 
 
 @forks
-@pytest.mark.parametrize("forgets", [False, True])
-def test_kills_notice_a_step_that_is_not_charged_and_a_run_that_forgets(forgets, tmp_path, monkeypatch):
-    kills, charge = script("kills"), Spending.charge
-    place = kills.RANDOM if forgets else "between two steps"
-    if forgets:
-        monkeypatch.setattr(kills, "spent_in", lambda place: 10**6)
-    else:
-        monkeypatch.setattr(Spending, "charge", lambda self, *of: None if self._own.total() == 3 else charge(self, *of))
-    with pytest.raises(kills.Broken, match="1000000 charged" if forgets else "releases"):
-        kills.one_run(tmp_path, [place] * (1 if forgets else 3), {place: []}, random.Random(1))
+def test_kills_notice_a_run_that_forgets(tmp_path, monkeypatch):
+    kills = changed(monkeypatch, "kills", spent_in=lambda place: 10**6)
+    with pytest.raises(kills.Broken, match="1000000 charged"):
+        kills.one_run(tmp_path, [kills.RANDOM], {kills.RANDOM: []}, random.Random(1))
+
+
+@forks
+def test_kills_notice_a_step_that_is_not_charged(tmp_path, monkeypatch):
+    kills, charge, place = script("kills"), Spending.charge, "between two steps"
+    monkeypatch.setattr(Spending, "charge", lambda self, *of: None if self._own.total() == 3 else charge(self, *of))
+    with pytest.raises(kills.Broken, match="releases"):
+        kills.one_run(tmp_path, [place] * 3, {place: []}, random.Random(1))
 
 
 def test_overhead_is_a_share_of_the_step_of_the_same_round(tmp_path, monkeypatch):
-    module = script("privacy_overhead")
-    monkeypatch.setattr(module, "PLANNED", 2000)  # 100,000 take a matrix of noise 20 s to be made
+    module = changed(monkeypatch, "privacy_overhead", PLANNED=2000)  # 100,000 take a matrix of noise 20 s to be made
     results, page = ran(module, tmp_path, "--workloads", "mlp", "--batch-size", "4", "--seconds", "0.2")
     found = results["workloads"]["mlp"]
     assert {*module.STEPS, "noise", "ledger", "ledger, every step", "together"} <= set(found["ms"])
@@ -177,6 +180,11 @@ def test_a_page_has_the_tables_that_its_script_makes_of_the_results(name):
     assert all(f"\n\n{table}\n" in f"{page}\n" for table in tables)
 
 
+def test_the_page_of_models_is_that_of_the_results():
+    results = json.loads((ROOT / "experiments" / "results" / "supported_models.json").read_text())
+    assert zoo.page(results) == (ROOT / "docs" / "supported_models.md").read_text()
+
+
 @pytest.mark.usefixtures("coarse_losses")
 def test_correlated_noise_at_equal_epsilon(tmp_path, monkeypatch):
     """A small run, and the published page, which is that of its figures."""
@@ -185,8 +193,7 @@ def test_correlated_noise_at_equal_epsilon(tmp_path, monkeypatch):
     assert (module.RESULTS / f"{module.FILE}.md").read_text() == module.markdown(published)
     assert published["errors"]["8 bands"] == pytest.approx(BandedToeplitz(bands=8).error(published["steps"]), rel=1e-6)
     small = {"EPSILONS": (4.0,), "EPOCHS": (1,), "BANDS": (1, 8), "WORKLOADS": {"sums": (0.0, False)}}
-    for name, values in (small | {"WORKLOAD_STEPS": 64}).items():
-        monkeypatch.setattr(module, name, values)
+    module = changed(monkeypatch, "correlated_noise", WORKLOAD_STEPS=64, **small)
     results, _ = ran(module, tmp_path, "--steps", "64")
     (row,), errors = results["rows"], results["errors"]
     ratio = errors["8 bands"] / errors["1 bands"] * row["noise_multiplier"][1] / row["noise_multiplier"][0]
@@ -205,9 +212,7 @@ def test_correlated_noise_at_equal_epsilon(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("coarse_losses")
 @pytest.mark.slow
 def test_accuracy_at_equal_epsilon_is_tuned_tested_and_taken_up_again(tmp_path, monkeypatch):
-    module = script("accuracy")
-    monkeypatch.setattr(module, "EPSILONS", (3.0,))
-    monkeypatch.setattr(module, "LEAST", 2)
+    module = changed(monkeypatch, "accuracy", EPSILONS=(3.0,), LEAST=2)
     words = ["--only", module.STATISTICS, module.LINEAR, "--seeds", "2"]
     results, page = ran(module, tmp_path, *words)
     names = {module.STATISTICS, module.LINEAR}
@@ -229,8 +234,7 @@ def test_accuracy_at_equal_epsilon_is_tuned_tested_and_taken_up_again(tmp_path, 
 
 @pytest.mark.usefixtures("coarse_losses")
 def test_the_fixed_order_runs_on_adult_s_files(tmp_path, monkeypatch):
-    module = script("accuracy")
-    monkeypatch.setattr(module, "STREAM_EPSILONS", (8.0,))
+    module = changed(monkeypatch, "accuracy", STREAM_EPSILONS=(8.0,))
     monkeypatch.setattr(importlib.import_module("equal_epsilon.cyclic"), "BATCH", 30)
     rows = [ADULT_ROW.format(income=income) for income in ("<=50K", ">50K") for _ in range(60)]
     for name in ("adult.data", "adult.test"):
@@ -282,8 +286,3 @@ ERRORS = {"worst": 1e-14, "floor": 1e-15, "neighbours": 0.999999, "steps": 3, "p
 )
 def test_the_verdict_on_a_model_is_by_all_figures(errors, said):
     assert zoo.verdict({"errors": errors}) == said
-
-
-def test_the_page_of_models_is_that_of_the_results():
-    results = json.loads((ROOT / "experiments" / "results" / "supported_models.json").read_text())
-    assert zoo.page(results) == (ROOT / "docs" / "supported_models.md").read_text()

@@ -1,8 +1,10 @@
-"""Structure: imports go one way, ``import ghostclip`` stays light, and no test file is too long to read."""
+"""Structure: imports go one way, stay light, and end at Ctrl-C; no test file is too long to read."""
 
 import ast
 import importlib
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,17 +67,14 @@ def imported(source: str, module: str) -> Iterator[tuple[str, int]]:
 
 def faults(source: str, module: str) -> list[str]:
     """Imports in ``source`` that go up, or sideways within a set."""
-    known = places()
-    own = module.split(".")[1]
-    wrong = []
-    for other, line in imported(source, module):
-        if other == own or other not in known:
-            continue
-        upward = known[other] > known[own]
-        sideways = known[other][0] == known[own][0] and isinstance(LEVELS[known[own][0]], set)
-        if upward or sideways:
-            wrong.append(f"{module}:{line} imports {other}, which is {'above' if upward else 'beside'} it")
-    return wrong
+    known, own = places(), module.split(".")[1]
+    level = known[own][0]
+    return [
+        f"{module}:{line} imports {other}, which is {'above' if known[other] > known[own] else 'beside'} it"
+        for other, line in imported(source, module)
+        if other != own and other in known
+        if known[other] > known[own] or (known[other][0] == level and isinstance(LEVELS[level], set))
+    ]
 
 
 def modules() -> dict[str, Path]:
@@ -105,6 +104,20 @@ def test_importing_ghostclip_loads_only_what_every_user_has():
     assert not modules & {"scipy.stats", "scipy.optimize", "scipy.fft", "scipy.special", "scipy.linalg"}
 
 
+def started(folder, command, site="", **changes):
+    """What a process of Python does that runs ``site`` first, and that hears Ctrl-C."""
+    (folder / "sitecustomize.py").write_text(site)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT.parent)])} | changes
+    return subprocess.run(
+        [sys.executable, *command], env=environment, cwd=folder, capture_output=True, text=True, preexec_fn=listening
+    )
+
+
+def listening():
+    """A shell starts what it runs in the background with Ctrl-C ignored, and so would be what that starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 # Prints what a command has loaded by the time it ends.
 ENDING = """
 import atexit, sys
@@ -118,35 +131,59 @@ atexit.register(show)
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], [], ["trian"]], ids=" ".join)
 def test_the_front_of_the_command_line_takes_no_torch(arguments, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(ENDING)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT.parent)])}
-    command = [sys.executable, "-m", "ghostclip", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = started(tmp_path, ["-m", "ghostclip", *arguments], ENDING)
     loaded = set(done.stderr.splitlines()[-1].split())
     assert done.stdout or "did you mean 'train'" in done.stderr
     assert "ghostclip.cli" in loaded
     assert not loaded & {"torch", "numpy", "scipy", "ghostclip.public"}
 
 
-@pytest.mark.parametrize("started", [["-c", "import other"], ["-m", "other", "-m", "ghostclip"], ["other.py"]])
+@pytest.mark.parametrize("command", [["-c", "import other"], ["-m", "other", "-m", "ghostclip"], ["other.py"]])
 @pytest.mark.slow
-def test_any_other_program_has_the_public_names(started, tmp_path):
+def test_any_other_program_has_the_public_names(command, tmp_path):
     (tmp_path / "other.py").write_text("import ghostclip.wrap\nprint(*sorted(vars(ghostclip)), ghostclip.wrap)")
-    environment = os.environ | {"PYTHONPATH": str(ROOT.parent)}
-    done = subprocess.run(
-        [sys.executable, *started], capture_output=True, text=True, env=environment, cwd=tmp_path, check=True
-    )
-    assert set(ghostclip.__all__) <= set(done.stdout.split())
-    assert "<function wrap at" in done.stdout
+    shown = started(tmp_path, command).stdout
+    assert set(ghostclip.__all__) <= set(shown.split())
+    assert "<function wrap at" in shown
+
+
+# Sends Ctrl-C when a module of that name is looked for.
+FINDER = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ.get("CTRL_C_AT"):
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+"""
+SCRIPT = "import sys\nfrom ghostclip.cli import main\nsys.exit(main())\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [(["-m", "ghostclip"], "torch"), (["ghostclip"], "numpy"), (["ghostclip"], "ghostclip.cli.training")],
+)
+@pytest.mark.one_in(3)
+def test_ctrl_c_in_the_imports_of_a_command_ends_it_in_one_line(command, place, tmp_path):
+    (tmp_path / "ghostclip").write_text(SCRIPT)
+    done = started(tmp_path, [*command, "train", "--model", "mlp"], FINDER, CTRL_C_AT=place)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "ghostclip: interrupted\n")
+
+
+@pytest.mark.parametrize("command", [["-c", "import ghostclip"], ["-m", "other"], ["other.py", "ghostclip"]])
+def test_other_programs_see_the_interrupt(command, tmp_path):
+    (tmp_path / "other.py").write_text("import ghostclip")
+    done = started(tmp_path, command, FINDER, CTRL_C_AT="torch")
+    assert done.returncode != 130
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
 
 
 @pytest.mark.parametrize(
     ("package", "extra"),
-    [
-        ("transformers", "huggingface"), ("lightning", "lightning"), ("trl", "trl"),
-        ("peft", "trl"),
-    ],
-)  # fmt: skip
+    [("transformers", "huggingface"), ("lightning", "lightning"), ("trl", "trl"), ("peft", "trl")],
+)
 def test_a_missing_framework_names_its_extra(package, extra, monkeypatch):
     module = f"ghostclip.integrations.{extra}"
     for name in [name for name in sys.modules if name == module or name.startswith(f"{module}.")]:
@@ -156,13 +193,9 @@ def test_a_missing_framework_names_its_extra(package, extra, monkeypatch):
         importlib.import_module(module)
 
 
-def test_no_test_module_is_imported_by_another():
-    for path in [*Path(__file__).parents[1].rglob("*.py"), *(ROOT.parent / "experiments").rglob("*.py")]:
-        named = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-        assert [node.module for node in named if (node.module or "").startswith("test_")] == [], path
-
-
-def test_no_test_file_is_too_long():
-    lengths = {path.name: len(path.read_text().splitlines()) for path in Path(__file__).parents[1].rglob("*.py")}
-    assert lengths[Path(__file__).name] > 100
-    assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
+def test_no_test_file_is_too_long_or_imported_by_another():
+    tests = list(Path(__file__).parents[1].rglob("*.py"))
+    assert [path.name for path in tests if len(path.read_text().splitlines()) > MOST_LINES] == []
+    assert Path(__file__) in tests
+    for path in [*tests, *(ROOT.parent / "experiments").rglob("*.py")]:
+        assert not re.search(r"^\s*(from|import) test_", path.read_text(), re.MULTILINE), path

@@ -1,4 +1,4 @@
-"""The scripts behind published claims: they run in seconds, refuse wrong methods, and write pages from figures."""
+"""The scripts behind published claims, which write pages from figures, and other libraries as contenders."""
 
 import importlib
 import json
@@ -7,12 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+from tiny_bench import TINY
 from torch.utils.data import Subset
 
 from experiments.papers.paired import Hypothesis, Interval, interval
 from experiments.papers.training import Setting, engine_for, losses_of
 from ghostclip import datasets
-from ghostclip.bench import CONTENDERS, WORKLOADS, methods, reference
+from ghostclip.bench import BASELINE, CONTENDERS, WORKLOADS, line_up, methods, reference
 from ghostclip.clipping import ByLayer, Composed, Flat, Quantiles
 from ghostclip.models import CNN
 
@@ -59,10 +60,8 @@ def published():
 
 @pytest.mark.parametrize("name", published())
 def test_a_published_page_is_what_the_script_makes_of_its_figures(name, tmp_path):
-    assert (
-        write(name, json.loads((RESULTS / f"{name}.json").read_text()), tmp_path)
-        == (RESULTS / f"{name}.md").read_text()
-    )
+    results = json.loads((RESULTS / f"{name}.json").read_text())
+    assert write(name, results, tmp_path) == (RESULTS / f"{name}.md").read_text()
 
 
 def test_the_list_of_claims_has_every_script_and_what_came_of_it():
@@ -77,13 +76,13 @@ def test_the_list_of_claims_has_every_script_and_what_came_of_it():
         assert f"[{name}.py](../{name}.py) | [{name}.md]({name}.md) | {found} |" in page
 
 
-TINY = ["--seconds", "0.05"]
+QUICK = ["--seconds", "0.05"]
 
 
 @pytest.mark.parametrize("figure", ["architectures", "batch", "depth", "images", "large"])
 @pytest.mark.slow
 def test_a_figure_of_lee_and_kifer_is_timed_and_written(figure, tmp_path):
-    results, page = ran(f"lee_kifer_{figure}", [*TINY, "--first", "1"], tmp_path)
+    results, page = ran(f"lee_kifer_{figure}", [*QUICK, "--first", "1"], tmp_path)
     ((label, row),) = results["settings"].items()
     found = row["contenders"]
     for name in ("nxbp", "multiloss", "reweight", "cached"):
@@ -102,14 +101,7 @@ def test_a_wrong_method_gets_no_figure(monkeypatch):
         timing.time_all([timing.Setting("MLP", "mlp", 4)], ("nonprivate", "reweight"), 0.01)
 
 
-POLICIES = [
-    lambda: Flat(1.0),
-    lambda: Composed(ByLayer(), Quantiles(1.0, max_norm=1.0)),
-    lambda: Composed(ByLayer(), Quantiles(1.0, count_noise=3.0)),
-]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [lambda: Flat(1.0), lambda: Composed(ByLayer(), Quantiles(1.0, count_noise=3.0))])
 @pytest.mark.slow
 def test_reused_noise_spends_the_target(policy):
     examples = Subset(datasets.digits().train, range(64))
@@ -144,3 +136,48 @@ def test_outcomes_follow_from_the_interval(claim, low, high, expected):
 def test_the_interval_is_student_s():
     assert interval([0.0, 1.0, 2.0]) == pytest.approx((1.0, 1 - 4.30265 / 3**0.5, 1 + 4.30265 / 3**0.5), rel=1e-5)
     assert interval([0.5, 0.5]) == (0.5, 0.5, 0.5)
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """The benchmark's command with other libraries; what is installed is timed, what isn't is reported."""
+    monkeypatch.setattr("ghostclip.cli.bench.keep_freed_memory", lambda: None)
+    return importlib.import_module("experiments.peers.__main__")
+
+
+def test_peers_are_timed_and_absent_libraries_are_reported(peers, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words = ["--workloads", "mlp", "--batch-size", "4", "--seconds", "0.05", "--json", "--contenders"]
+    assert peers.main([*words, "nonprivate,cached,vmap,opacus-ghost,fastdp,jax,opake"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    rows = results["workloads"]["mlp"]["contenders"]
+    assert rows["vmap"]["correct"]
+    assert rows["vmap"]["over_nonprivate"]["rounds"] >= 3
+    libraries = {"opacus-ghost": "opacus", "fastdp": "fastDP", "jax": "jax", "opake": "opake"}
+    for name, library in libraries.items():
+        assert rows[name]["missing"].startswith(f"{library} is not installed; ")
+
+
+def test_every_library_that_is_there_passes_the_gate(peers):
+    peers.register("experiments.peers")
+    theirs = (BASELINE, "vmap", "opacus-hooks", "opacus-ghost", "fastdp", "jax", "opake")
+    found = line_up(TINY, {name: CONTENDERS[name] for name in theirs})
+    assert found.errors.pop(BASELINE) is None
+    assert "vmap" in found.errors
+    assert all(error < 1e-5 for error in found.errors.values())
+    assert all(set(why) == {"missing"} for why in found.absent.values())
+
+
+@pytest.mark.parametrize(("name", "outputs"), [("hf-gpt2", 128 * 10_000), ("hf-llama", 128 * 10_000), ("hf-bert", 2)])
+def test_models_that_people_fine_tune_are_workloads(peers, name, outputs):
+    peers.register("experiments.peers")
+    work = WORKLOADS[name]
+    model, inputs, targets = work.on("cpu", 2)
+    found = model(inputs)
+    assert found[0].numel() == outputs
+    assert work.losses(found, targets).shape == (2,)
+    # Padding isn't attended to.
+    if name == "hf-bert":
+        assert (inputs[0] != 0).all()
+        shorter = inputs[1:, : int((inputs[1] != 0).sum())]
+        assert torch.allclose(model(shorter), found[1:], rtol=1e-4, atol=1e-5)

@@ -17,9 +17,8 @@ import ghostclip
 ROOT = Path(__file__).resolve().parents[2]
 # Whose names are in the API reference.
 PUBLIC = ("", ".accounting", ".audit", ".bench", ".clipping", ".compat.opacus", ".datasets", ".engine", ".errors",
-    ".integrations.huggingface", ".integrations.lightning", ".integrations.trl",
-    ".integrations.tracking", ".ledger", ".models", ".optim",
-    ".report", ".traces")  # fmt: skip
+    ".integrations.huggingface", ".integrations.lightning", ".integrations.trl", ".integrations.tracking", ".ledger",
+    ".models", ".optim", ".report", ".traces")  # fmt: skip
 # Elements whose address is fetched when a page is shown; links and forms are not.
 FETCHED = {"script", "img", "iframe", "link", "source", "video", "audio", "object", "embed"}
 
@@ -42,17 +41,13 @@ class Page(HTMLParser):
                 (self.loads if tag in FETCHED else self.links).add(values[name])
 
 
-def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """mkdocs over a folder with mkdocs.yml, warnings as errors."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
-    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, cwd=config, env=quiet, capture_output=True, text=True, timeout=300)
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> dict[Path, Page]:
+    """What mkdocs builds, warnings as errors."""
     folder = tmp_path_factory.mktemp("site")
-    built = build(ROOT, folder)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stdout + built.stderr
     return {path: Page(path) for path in folder.rglob("*.html")}
 

@@ -7,7 +7,7 @@ import lightning
 import private_runs as runs
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from ghostclip.clipper.trial import is_trial
 from ghostclip.integrations.lightning import PrivacyCallback
@@ -51,6 +51,20 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=RATE)
+
+
+class Data(lightning.LightningDataModule):
+    """Makes its data set when it is set up, and looks at every batch."""
+
+    def setup(self, stage: str) -> None:
+        self.rows, self.kinds = Subset(runs.data(), torch.randperm(24).tolist()), set()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.rows, batch_size=BATCH)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.kinds.add(type(batch))
+        return batch
 
 
 class Steps(lightning.Callback):

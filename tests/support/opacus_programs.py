@@ -7,9 +7,12 @@ from typing import Any
 
 import oracle
 import torch
+from case_models import Wired
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
+
+from ghostclip.compat.opacus import PrivacyEngine
 
 MAX_NORM = 0.5
 
@@ -39,17 +42,12 @@ class Characters(nn.Module):
         return self.out(self.rnn(self.embedding(inputs))[0][:, -1])
 
 
-class Words(nn.Module):
+def words(_: Any) -> nn.Module:
     """The mean of word vectors, and two linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.pool = nn.Embedding(20, 6), nn.AdaptiveAvgPool1d(1)
-        self.hidden, self.out = nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        pooled = self.pool(self.embedding(inputs).transpose(1, 2)).squeeze(2)
-        return self.out(torch.relu(self.hidden(pooled)))
+    return Wired(
+        lambda m, inputs: m.out(torch.relu(m.hidden(m.pool(m.embedding(inputs).transpose(1, 2)).squeeze(2)))),
+        embedding=nn.Embedding(20, 6), pool=nn.AdaptiveAvgPool1d(1), hidden=nn.Linear(6, 5), out=nn.Linear(5, 3),
+    )  # fmt: skip
 
 
 def images(_: Any) -> nn.Module:
@@ -69,16 +67,12 @@ def pictures(examples: int) -> TensorDataset:
 MODELS: dict[str, tuple[Callable[[Any], nn.Module], Callable[[int], Any], Any]] = {
     "images": (images, pictures, None),
     "characters": (lambda layers: Characters(layers.DPLSTM), names, padded),
-    "words": (lambda _: Words(), names, padded),
+    "words": (words, names, padded),
 }
 
 
 def mean_loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def summed_loss(model: nn.Module, batch: Any) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 
 
 @dataclass
@@ -140,11 +134,25 @@ def assert_by_hand(step: Step, loss: Callable[[nn.Module, Any], Tensor], denomin
 
 
 def private(engine: Any, name: str, layers: Any, batch_size: int = 8, **options: Any) -> Any:
-    """What ``make_private`` of an engine makes of the named program, in float64, without noise unless asked for."""
+    """What an engine makes of the named program, in float64, without noise unless asked for or for a target."""
     torch.manual_seed(0)
     build, data, collate = MODELS[name]
     model = build(layers).double()
     loader = DataLoader(data(40), batch_size=batch_size, collate_fn=collate)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    options = {"noise_multiplier": 0.0, "max_grad_norm": MAX_NORM, **options}
-    return engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **options)
+    given = {"module": model, "optimizer": optimizer, "data_loader": loader, "max_grad_norm": MAX_NORM, **options}
+    if "target_epsilon" in options:
+        return engine.make_private_with_epsilon(**given)
+    return engine.make_private(**{"noise_multiplier": 0.0, **given})
+
+
+def small(model: nn.Module, data: Any = None, batch_size: int = 6, engine: Any = None, **options: Any) -> Any:
+    """Training without noise, in float64 and by default on twelve examples of five numbers and of five classes."""
+    model = model.double()
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(12, 5, dtype=torch.float64), torch.arange(12) % 5) if data is None else data
+    return (engine or PrivacyEngine()).make_private(
+        module=model, optimizer=optimizer,
+        data_loader=DataLoader(data, batch_size=batch_size, collate_fn=options.pop("collate_fn", None)),
+        **{"noise_multiplier": 0.0, "max_grad_norm": MAX_NORM, **options},
+    )  # fmt: skip

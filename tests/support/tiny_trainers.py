@@ -49,9 +49,9 @@ def vit() -> nn.Module:
     )  # fmt: skip
 
 
-def bert(task: str) -> nn.Module:
+def bert(task: str, **changes: Any) -> nn.Module:
     """BERT for a task; ``task`` ends the name of its class."""
-    return getattr(transformers, f"BertFor{task}")(transformers.BertConfig(**BERT))
+    return getattr(transformers, f"BertFor{task}")(transformers.BertConfig(**BERT | changes))
 
 
 def tokens() -> Tensor:
@@ -90,6 +90,17 @@ def translation() -> Example:
 
 def image() -> Example:
     return {"pixel_values": torch.randn(3, 8, 8, dtype=torch.float64), "labels": torch.randint(0, CLASSES, ())}
+
+
+# By name: model, and an example of its data.
+TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Example]]] = {
+    "causal language model": (gpt2, text),
+    "masked language model": (lambda: bert("MaskedLM"), masked_text),
+    "token classification": (lambda: bert("TokenClassification"), labelled_tokens),
+    "sequence classification": (lambda: bert("SequenceClassification"), labelled_text),
+    "image classification": (vit, image),
+    "sequence to sequence": (t5, translation),
+}
 
 
 def data(example: Callable[[], Example] = text, count: int = EXAMPLES) -> list[Example]:

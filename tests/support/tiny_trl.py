@@ -9,7 +9,7 @@ import torch
 import transformers
 from datasets import Dataset, disable_progress_bars
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from ghostclip.integrations.trl import PrivacyArguments, PrivateDPOTrainer, PrivateSFTTrainer
 
@@ -106,25 +106,22 @@ def privacy(folder: Any, **changes: Any) -> PrivacyArguments:
     return PrivacyArguments(**{**options, **changes})
 
 
-def sft(
-    folder: Any, data: Any, kind: Any = PrivateSFTTrainer, model: Any = None, more: Any = None, **changes: Any
-) -> Any:
-    """A private SFT trainer; ``more`` are arguments of its constructor, ``changes`` of SFTConfig."""
-    options = {"processing_class": tokenizer(), "privacy": privacy(folder), **(more or {})}
-    return kind(
-        model=llama() if model is None else model, args=arguments(SFTConfig, folder, **changes), train_dataset=data,
-        **options,
-    )  # fmt: skip
+def made(kind: Any, config: Any, folder: Any, data: Any, more: dict[str, Any], changes: dict[str, Any]) -> Any:
+    """A trainer, private unless ``kind`` is one of TRL's own."""
+    private = {} if kind in (SFTTrainer, DPOTrainer) else {"privacy": privacy(folder)}
+    options = {"processing_class": tokenizer(), **private, **more}
+    if "model" not in options:
+        options["model"] = llama()
+    return kind(args=arguments(config, folder, **changes), train_dataset=data, **options)
 
 
-def dpo(
-    folder: Any, data: Any, kind: Any = PrivateDPOTrainer, model: Any = None, more: Any = None, **changes: Any
-) -> Any:
-    """A private DPO trainer with a reference model of other weights."""
-    options = {"processing_class": tokenizer(), "privacy": privacy(folder), **(more or {})}
-    if "ref_model" not in options and "peft_config" not in options:
-        options["ref_model"] = llama(1)
-    return kind(
-        model=llama() if model is None else model, args=arguments(DPOConfig, folder, **changes), train_dataset=data,
-        **options,
-    )  # fmt: skip
+def sft(folder: Any, data: Any, kind: Any = PrivateSFTTrainer, more: Any = None, **changes: Any) -> Any:
+    """An SFT trainer; ``more`` are arguments of its constructor, ``changes`` of SFTConfig."""
+    return made(kind, SFTConfig, folder, data, more or {}, changes)
+
+
+def dpo(folder: Any, data: Any, kind: Any = PrivateDPOTrainer, more: Any = None, **changes: Any) -> Any:
+    """A DPO trainer, with a reference model of other weights unless an adapter is trained."""
+    more = more or {}
+    reference = {} if "peft_config" in more else {"ref_model": llama(1)}
+    return made(kind, DPOConfig, folder, data, {**reference, **more}, changes)
