@@ -184,7 +184,7 @@ class Stream(torch.utils.data.IterableDataset):
 OPTIONS = {
     "train_sampling_strategy": "group_by_length", "auto_find_batch_size": True, "label_smoothing_factor": 0.1,
     "neftune_noise_alpha": 5.0, "include_num_input_tokens_seen": "all", "use_liger_kernel": True,
-    "optim": "schedule_free_adamw",
+    "optim": "schedule_free_adamw", "debug": "underflow_overflow", "skip_memory_metrics": False,
 }  # fmt: skip
 UNSET = {"fp16": True, "torch_compile_backend": "eager", "deepspeed": {}, "fsdp": "full_shard", "group_by_length": True}
 # What is built from a folder, and words of the error.

@@ -245,7 +245,7 @@ class DoubledLosses(Doubled):
     """And for single examples."""
 
     def compute_losses(self, model: Any, inputs: Any) -> Tensor:
-        return 2 * self._losses_of_task()(model, inputs)
+        return 2 * self.task_losses(model, inputs)
 
 
 class Watched(SFTTrainer):

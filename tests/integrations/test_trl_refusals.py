@@ -7,23 +7,31 @@ import pytest
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from tiny_trl import PAIRS, TEXTS, dpo, drawn, sft
-from trl import SFTTrainer
+from peft import IA3Config, LoraConfig, PromptTuningConfig
+from tiny_trl import PAIRS, TEXTS, dpo, drawn, llama, privacy, sft, tokenizer
+from transformers import TrainingArguments
+from trl import SFTConfig, SFTTrainer
 from trl.data_utils import pack_dataset
 
 from ghostclip import PrivacyError
+from ghostclip.integrations.trl import PrivateSFTTrainer, private
+from ghostclip.integrations.trl_refusals import check_documents
 
-pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
 
 SFT = [
     ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped' of SFTConfig cuts documents apart"),
     ({"activation_offloading": True}, "activation_offloading=True of SFTConfig"),
     ({"shuffle_dataset": True}, "shuffle_dataset=True of SFTConfig moves the rows"),
+    (
+        {"gradient_checkpointing_kwargs": {"selective": True}},
+        "checkpointing_kwargs: what selective=True keeps",
+    ),
     ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 of TrainingArguments"),  # as PrivateTrainer refuses others
 ]
 DPO = [
-    ({"loss_type": ["aot"]}, "loss_type='aot' of DPOConfig isn't a sum over pairs"),
-    ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]}, "loss_type='sft' of DPOConfig isn't a sum over"),
+    ({"loss_type": ["aot"]}, "loss_type='aot' of DPOConfig isn't known as a sum over pairs"),
+    ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]}, "loss_type='sft' of DPOConfig isn't known as"),
     ({"use_weighting": True}, "use_weighting=True of DPOConfig"),
     ({"ld_alpha": 0.5}, "ld_alpha=0.5 of DPOConfig"),
     ({"f_divergence_type": "js_divergence"}, "f_divergence_type='js_divergence' of DPOConfig"),
@@ -73,6 +81,50 @@ def test_a_data_set_that_was_packed_beforehand_is_refused(by: str, tmp_path: Any
     with pytest.raises(PrivacyError, match=r"packed beforehand: .* about whole packs; give the documents"):
         sft(tmp_path, data, packing=True)
     assert len(sft(tmp_path, Dataset.from_list(documents), packing=True).train_dataset) == 2
+
+
+class Weighted(SFTTrainer):
+    """Short texts count less."""
+
+    def compute_losses(self, model: Any, inputs: Any) -> Any:
+        return self.task_losses(model, inputs) * (inputs["labels"] != -100).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "message"),
+    [
+        (private(Weighted), {}, "a compute_losses of your own"),
+        (PrivateSFTTrainer, {"compute_losses": lambda model, inputs: None}, "a compute_losses of your own"),
+        (PrivateSFTTrainer, {"data_collator": lambda rows: rows}, "a data_collator of your own"),
+        (PrivateSFTTrainer, {"peft_config": LoraConfig(use_dora=True, task_type="CAUSAL_LM")}, "adapters by use_dora"),
+        (PrivateSFTTrainer, {"peft_config": IA3Config(task_type="CAUSAL_LM")}, "adapters by IA3"),
+        (
+            PrivateSFTTrainer, {"peft_config": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")},
+            "adapters by PROMPT_TUNING",
+        ),
+    ],
+    ids=["overridden", "given", "collator", "DoRA", "IA3", "prompt"],
+)  # fmt: skip
+@pytest.mark.parametrize("option", ["packing", "padding_free"])
+def test_what_cannot_tell_documents_apart_is_refused_with_packing(
+    kind: Any, more: Any, message: str, option: str, tmp_path: Any
+) -> None:
+    data = drawn(2, TEXTS["text"])
+    with pytest.raises(PrivacyError, match=rf"packing \(or padding_free\) and {message}.* don't go together"):
+        sft(tmp_path, data, kind, more, **{option: True})
+    if option == "packing" and "data_collator" not in more:
+        sft(tmp_path, data, kind, more)
+
+
+def test_plain_training_arguments_are_made_an_sft_config(tmp_path: Any) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = PrivateSFTTrainer(llama(), args, train_dataset=drawn(2, TEXTS["text"]), privacy=privacy(tmp_path),
+                                processing_class=tokenizer())  # fmt: skip
+    assert isinstance(trainer.args, SFTConfig)
+
+
+def test_columns_of_these_names_that_hold_no_packs_are_let_be() -> None:
+    check_documents(Dataset.from_list([{"text": "a", "seq_lengths": 1, "position_ids": None}]))
 
 
 def test_an_empty_completion_is_what_trl_makes_of_it(tmp_path: Any) -> None:
