@@ -53,27 +53,30 @@ def test_verify_finds_examples_that_meet_below_all_layers():
         clipper.verify(lambda m, batch: m(batch).square().mean(1), torch.randn(5, 3, dtype=torch.float64))
 
 
-class WrongScale(GhostLayer, nn.Module):
-    """One factor per feature; its rule forgets the input."""
+class Scale(nn.Module):
+    """A layer of the tests' own: one factor per feature."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(features))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.capture(x * self.weight, x, parameters=("weight",))
+        return x * self.weight
+
+
+class WrongScale(GhostLayer, Scale, wraps=Scale):
+    """Its rule forgets the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.capture(super().forward(x), x, parameters=("weight",))
 
     def per_example(self, name, call, inputs, grad):
         return grad
 
-    @classmethod
-    def parameter_names(cls, module):
-        return ("weight",)
-
 
 @every_pass
 def test_verify_names_the_layer_whose_rule_is_wrong(second_pass):
-    model = nn.Sequential(nn.Linear(3, 4), WrongScale(4), nn.Linear(4, 2)).double()
+    model = nn.Sequential(nn.Linear(3, 4), Scale(4), nn.Linear(4, 2)).double()
     clipper = ghostclip.GhostClipper(model, second_pass=second_pass)
     with pytest.raises(VerificationError, match=r"1\.weight"):
         clipper.verify(lambda m, batch: project(m(batch)), torch.randn(5, 3, dtype=torch.float64))
