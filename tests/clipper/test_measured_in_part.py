@@ -120,34 +120,30 @@ def test_a_boundary_that_was_silent_has_all_looked_at(searched):
     assert searched == [1, 2, 4, 6]
 
 
-def test_rows_of_several_examples_at_a_boundary_have_all_looked_at(searched):
-    """They are refused: the rows of one example are read for another."""
-
-    def exchanged(m, x, order):
-        h = (torch.tanh(m.first(x)) * m.scale).flatten(1)
-        return m.second((h + order @ h).view(len(x), -1, 6)).square().sum((1, 2))
-
-    clipper = clipper_of(exchanged)
-    for number in range(5):
-        clip(clipper, batch(number), torch.zeros(6, 6))
-    with pytest.raises(UnsupportedModelError, match="examples mix"):
-        clip(clipper, batch(5), torch.ones(6, 6))
-    assert searched == [1, 2, 4, 6]
+def exchanged(m, x, order):
+    """The rows of one example are read for another."""
+    h = (torch.tanh(m.first(x)) * m.scale).flatten(1)
+    return m.second((h + order @ h).view(len(x), -1, 6)).square().sum((1, 2))
 
 
-def test_what_is_shared_is_tried_again(searched):
-    """A table that begins to depend on the examples changes no owner of a gradient."""
-    clipper = clipper_of()
-    for number in range(7):
-        clip(clipper, batch(number))
-    with pytest.raises(UnsupportedModelError):
-        clip(clipper, batch(7), 1.0, 1.0)
+ALIKE = [batch(number)[:1].expand(6, -1, -1).clone() for number in range(2)]
+# name: (forward, batches that don't mix, what they and the next one are given beside)
+LATE = {
+    "rows of several examples at a boundary": (
+        exchanged, [batch(number) for number in range(5)], [torch.zeros(6, 6)], [torch.ones(6, 6)]),
+    # A table that begins to depend on the examples changes no owner of a gradient.
+    "what is shared": (picked, [batch(number) for number in range(7)], [], [1.0, 1.0]),
+    # Where all examples are alike, overwriting rows changes nothing.
+    "what is shared, after batches that show nothing": (picked, ALIKE, [], [1.0, 1.0]),
+}  # fmt: skip
 
 
-def test_batches_that_show_nothing_have_all_looked_at_again(searched):
-    """Where all examples are alike, overwriting rows changes nothing."""
-    clipper = clipper_of()
-    for number in range(2):
-        clip(clipper, batch(number)[:1].expand(6, -1, -1).clone())
-    with pytest.raises(UnsupportedModelError):
-        clip(clipper, batch(2), 1.0, 1.0)
+@pytest.mark.parametrize("name", LATE)
+def test_what_begins_to_mix_has_all_looked_at_and_is_refused(name, searched):
+    wiring, batches, before, mixed = LATE[name]
+    clipper = clipper_of(wiring)
+    for data in batches:
+        clip(clipper, data, *before)
+    with pytest.raises(UnsupportedModelError, match="examples mix" if wiring is exchanged else None):
+        clip(clipper, batch(len(batches)), *mixed)
+    assert searched[-1] == len(batches) + 1

@@ -146,6 +146,21 @@ def test_gradients_too_small_for_marks_are_not_watched(second_pass):
     torch.testing.assert_close(found[2], found[0], rtol=1e-6, atol=0)
 
 
+@every_pass
+def test_float16_has_too_few_powers_of_two_for_marks(second_pass):
+    """Also under autocast, where a batch under bfloat16 has the same graph, and two of them were measured."""
+    model = ghostclip.wrap(nn.Sequential(nn.Linear(WIDTH, 6), nn.Linear(6, 3)))
+    clipper = ghostclip.GhostClipper(model, 1.0, second_pass=second_pass)
+    x, scales = torch.randn(EXAMPLES, WIDTH), torch.logspace(-2, 2, EXAMPLES)
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            losses = (model(x).float() * scales[:, None]).square().sum(1)
+        found = clipper.backward(losses).norms
+    with torch.autocast("cpu", torch.float16):
+        losses = (model(x).float() * scales[:, None]).square().sum(1)
+    torch.testing.assert_close(found, ghostclip.GhostClipper(model).norms(losses))
+
+
 def test_a_structure_whose_second_measurement_fails_is_measured_from_then_on(monkeypatch):
     clipper, model, x = clipped(layers, with_the_mean, "cached", (FAINT,) * 3)  # the fourth is measured
     failing = LossShapeError("losses of another shape")

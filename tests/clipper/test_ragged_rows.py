@@ -22,8 +22,8 @@ def index_of(n, below):
 
 def within(owners):
     """[rows], for each row one of its example, by chance."""
-    return torch.stack([(owners == each).nonzero()[:, 0][torch.randint(0, int((owners == each).sum()), ())]
-                        for each in owners])  # fmt: skip
+    rows = [(owners == each).nonzero()[:, 0] for each in owners]
+    return torch.stack([own[torch.randint(0, len(own), ())] for own in rows])
 
 
 def repeated(index, like):
@@ -83,13 +83,8 @@ MIXING = {
 class MulBackward0(torch.autograd.Function):
     """Named as an operation that keeps rows apart, which it does forwards."""
 
-    @staticmethod
-    def forward(ctx, h):
-        return h.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad - grad.mean(0)
+    forward = staticmethod(lambda ctx, h: h.clone())
+    backward = staticmethod(lambda ctx, grad: grad - grad.mean(0))
 
 
 MulBackward0._backward_cls.__name__ = "MulBackward0"
