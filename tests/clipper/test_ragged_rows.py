@@ -169,13 +169,13 @@ def test_others_are_refused_where_a_row_has_two_losses(operation, shape, seed):
     assert_exact_or_refused([operation], *shape, seed)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", range(32))
-@pytest.mark.one_in(48)
-def test_chains(seed, shape):
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.one_in(40)
+def test_chains(seed):
     torch.manual_seed(seed)
-    among = list((APART if seed % 3 else APART | MIXING).values())
-    assert_exact_or_refused([among[int(torch.randint(0, len(among), ()))] for _ in range(3)], *shape, seed)
+    for turn, shape in enumerate(SHAPES):
+        among = list((APART if turn % 3 else APART | MIXING).values())
+        assert_exact_or_refused([among[int(torch.randint(0, len(among), ()))] for _ in range(3)], *shape, seed)
 
 
 def test_an_index_holds_where_rows_without_gradients_leave_two_orders():
