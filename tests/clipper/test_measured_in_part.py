@@ -6,6 +6,7 @@ In the others, layers and the boundaries that were found are looked at.
 import oracle
 import pytest
 import torch
+from case_fallback import with_parameters
 from comparing import every_pass, gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -17,23 +18,24 @@ from ghostclip.graph import layouts, measuring, reader
 WIDTH = 5
 
 
-class Picked(nn.Module):
+def picked(m, x, gate=1.0, mixed=0.0):
     """A layer that reads the rows it is sent by their values; positions and a scale that all share; a gated branch."""
+    positions = m.table(torch.arange(x.shape[1])) * (m.scale + mixed * x.mean())
+    h = torch.tanh(m.first(x)) + positions
+    rows = (h + gate * (h * m.late)).flatten(0, 1)
+    sent = (rows[:, 0] > 0).nonzero()[:, 0]
+    found = torch.zeros(len(rows), 3).index_add(0, sent, m.second(rows[sent]))
+    return found.view(len(x), -1).square().sum(1)
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.second = nn.Linear(WIDTH, 6), nn.Linear(6, 3)
-        self.table, self.scale = nn.Embedding(7, 6), nn.Parameter(torch.rand(6) + 0.5)
-        self.late = nn.Parameter(torch.randn(6))
 
-    def forward(self, x, gate=1.0, mixed=0.0):
-        positions = self.table(torch.arange(x.shape[1])) * (self.scale + mixed * x.mean())
-        h = torch.tanh(self.first(x)) + positions
-        rows = (h + gate * (h * self.late)).flatten(0, 1)
-        sent = (rows[:, 0] > 0).nonzero()[:, 0]
-        found = torch.zeros(len(rows), 3).index_add(0, sent, self.second(rows[sent]))
-        return found.view(len(x), -1).square().sum(1)
+def network(wiring=picked):
+    torch.manual_seed(3)
+    layers = {"first": nn.Linear(WIDTH, 6), "second": nn.Linear(6, 3), "table": nn.Embedding(7, 6)}
+    return with_parameters(wiring, {"scale": (6,), "late": (6,)}, **layers)
+
+
+def clipper_of(wiring=picked, **options):
+    return ghostclip.GhostClipper(ghostclip.wrap(network(wiring)), 1.0, **options)
 
 
 @pytest.fixture
@@ -54,25 +56,25 @@ def batch(number):
     return torch.randn(6, 7, WIDTH)
 
 
-def clip(clipper, data, **options):
+def clip(clipper, data, *more):
     clipper.model.zero_grad()
-    result = clipper.clip(lambda model, x: model(x, **options), data)
+    result = clipper.clip(lambda model, x: model(x, *more), data)
     return result.norms, gradients(clipper.model)
 
 
-def assert_exact(clipper, data, **options):
-    model = Picked()
+def assert_exact(clipper, data, *more):
+    model = network()
     model.load_state_dict(clipper.model.state_dict())
-    grads = oracle.grads_of_single_losses(model, model(data, **options))
-    norms, sums = clip(clipper, data, **options)
+    grads = oracle.grads_of_single_losses(model, model(data, *more))
+    norms, sums = clip(clipper, data, *more)
     torch.testing.assert_close(norms, oracle.norms(grads))
     torch.testing.assert_close(sums, oracle.clipped_sum(grads, 1.0), rtol=1e-4, atol=1e-5)
 
 
 @every_pass
 def test_batches_in_part_are_exact(second_pass, searched):
-    clipper = ghostclip.GhostClipper(ghostclip.wrap(Picked()), 1.0, second_pass=second_pass)
-    for number in range(11):
+    clipper = clipper_of(second_pass=second_pass)
+    for number in range(9):
         assert_exact(clipper, batch(number))
     assert searched == [1, 2, 4, 8]
 
@@ -82,7 +84,7 @@ def test_batches_in_part_are_exact(second_pass, searched):
 )
 def test_gradients_of_the_plain_backward_are_held_where_they_may_be_kept(second_pass, budget, backwards, monkeypatch):
     """Rows in no order take two marked backwards; norms and sums take one each where nothing may be held."""
-    clipper = ghostclip.GhostClipper(ghostclip.wrap(Picked()), 1.0, second_pass=second_pass, memory_budget=budget)
+    clipper = clipper_of(second_pass=second_pass, memory_budget=budget)
     run, seeds = reader.run_backward, []
 
     def counted(tensors, grads, *rest, **options):
@@ -99,11 +101,10 @@ def test_gradients_of_the_plain_backward_are_held_where_they_may_be_kept(second_
 def test_blocks_that_are_computed_again_are_not_held(monkeypatch):
     """Their inputs are those of one backward, and would keep what checkpointing is to save."""
 
-    class Checkpointed(Picked):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
+    def recomputed(m, x):
+        return checkpoint(lambda x: picked(m, x), x, use_reentrant=False)
 
-    clipper, held = ghostclip.GhostClipper(ghostclip.wrap(Checkpointed()), 1.0), []
+    clipper, held = clipper_of(recomputed), []
     in_part = measuring.measure_boundaries
     monkeypatch.setattr(measuring, "measure_boundaries", lambda *given: held.append(given[-1]) or in_part(*given))
     for number in range(4):
@@ -112,42 +113,37 @@ def test_blocks_that_are_computed_again_are_not_held(monkeypatch):
 
 
 def test_a_boundary_that_was_silent_has_all_looked_at(searched):
-    clipper = ghostclip.GhostClipper(ghostclip.wrap(Picked()), 1.0)
+    clipper = clipper_of()
     for number in range(5):
-        clip(clipper, batch(number), gate=0.0)
-    assert_exact(clipper, batch(5), gate=1.0)
+        clip(clipper, batch(number), 0.0)
+    assert_exact(clipper, batch(5), 1.0)
     assert searched == [1, 2, 4, 6]
 
 
-def test_rows_of_several_examples_at_a_boundary_have_all_looked_at(searched):
-    """They are refused: the rows of one example are read for another."""
-
-    class Exchanged(Picked):
-        def forward(self, x, order):
-            h = (torch.tanh(self.first(x)) * self.scale).flatten(1)
-            return self.second((h + order @ h).view(len(x), -1, 6)).square().sum((1, 2))
-
-    clipper = ghostclip.GhostClipper(ghostclip.wrap(Exchanged()), 1.0)
-    for number in range(5):
-        clip(clipper, batch(number), order=torch.zeros(6, 6))
-    with pytest.raises(UnsupportedModelError, match="examples mix"):
-        clip(clipper, batch(5), order=torch.ones(6, 6))
-    assert searched == [1, 2, 4, 6]
+def exchanged(m, x, order):
+    """The rows of one example are read for another."""
+    h = (torch.tanh(m.first(x)) * m.scale).flatten(1)
+    return m.second((h + order @ h).view(len(x), -1, 6)).square().sum((1, 2))
 
 
-def test_what_is_shared_is_tried_again(searched):
-    """A table that begins to depend on the examples changes no owner of a gradient."""
-    clipper = ghostclip.GhostClipper(ghostclip.wrap(Picked()), 1.0)
-    for number in range(7):
-        clip(clipper, batch(number))
-    with pytest.raises(UnsupportedModelError):
-        clip(clipper, batch(7), mixed=1.0)
+ALIKE = [batch(number)[:1].expand(6, -1, -1).clone() for number in range(2)]
+# name: (forward, batches that don't mix, what they and the next one are given beside)
+LATE = {
+    "rows of several examples at a boundary": (
+        exchanged, [batch(number) for number in range(5)], [torch.zeros(6, 6)], [torch.ones(6, 6)]),
+    # A table that begins to depend on the examples changes no owner of a gradient.
+    "what is shared": (picked, [batch(number) for number in range(7)], [], [1.0, 1.0]),
+    # Where all examples are alike, overwriting rows changes nothing.
+    "what is shared, after batches that show nothing": (picked, ALIKE, [], [1.0, 1.0]),
+}  # fmt: skip
 
 
-def test_batches_that_show_nothing_have_all_looked_at_again(searched):
-    """Where all examples are alike, overwriting rows changes nothing."""
-    clipper = ghostclip.GhostClipper(ghostclip.wrap(Picked()), 1.0)
-    for number in range(2):
-        clip(clipper, batch(number)[:1].expand(6, -1, -1).clone())
-    with pytest.raises(UnsupportedModelError):
-        clip(clipper, batch(2), mixed=1.0)
+@pytest.mark.parametrize("name", LATE)
+def test_what_begins_to_mix_has_all_looked_at_and_is_refused(name, searched):
+    wiring, batches, before, mixed = LATE[name]
+    clipper = clipper_of(wiring)
+    for data in batches:
+        clip(clipper, data, *before)
+    with pytest.raises(UnsupportedModelError, match="examples mix" if wiring is exchanged else None):
+        clip(clipper, batch(len(batches)), *mixed)
+    assert searched[-1] == len(batches) + 1

@@ -55,8 +55,9 @@ def test_one_example_hides_no_mixing_of_others(wiring, which, large):
         ghostclip.GhostClipper(model).backward(factors * model(inputs()).square().sum(1))
 
 
-@pytest.mark.parametrize("large", [1e-30, 1e-12, 1.0, 1e12, 1e30, 5e37])
+@pytest.mark.parametrize("large", [1e-30, 1.0, 1e12, 5e37])
 @pytest.mark.parametrize("faint", [1.0, 1e-7, 1e-12])
+@pytest.mark.one_in(2)
 def test_no_scale_is_taken_for_mixing(faint, large):
     model, factors = network(lambda m, x: m.head(faint * torch.tanh(m.body(x)))), torch.ones(EXAMPLES)
     factors[2] = large
@@ -69,38 +70,47 @@ def test_no_scale_is_taken_for_mixing(faint, large):
     torch.testing.assert_close(result.norms[others].double(), oracle.norms(each)[others], rtol=1e-4, atol=0)
 
 
-def rows_by_time(m, h):
-    """Positions folded into the rows before the examples, [T * B, d]."""
-    rows = m.body(h).transpose(0, 1).reshape(-1, 5)
-    return m.head(m.fold(rows).view(h.shape[1], len(h), -1).transpose(0, 1))
-
-
-def bare_rows_by_time(m, h):
-    rows = m.body(h).transpose(0, 1).reshape(-1, 5) @ m.p
+def rows_by_time(m, x):
+    """Positions folded into the rows before the examples, [T * B, d], of a layer or a bare product."""
+    h = m.body(x)
+    rows = h.transpose(0, 1).reshape(-1, 5)
+    rows = rows @ m.p if hasattr(m, "p") else m.fold(rows)
     return m.head(rows.view(h.shape[1], len(h), -1).transpose(0, 1))
 
 
-def matrix_by_position(m, h):
+def matrix_by_position(m, x):
     """A matrix for each of as many positions as there are examples, positions first."""
-    return m.head(torch.bmm(m.body(h).transpose(0, 1), m.q).transpose(0, 1))
+    return m.head(torch.bmm(m.body(x).transpose(0, 1), m.q).transpose(0, 1))
 
 
-ORDERS = {rows_by_time: {}, bare_rows_by_time: {"p": (5, 5)}, matrix_by_position: {"q": (7, 5, 5)}}
+def lowest_by_time(m, x):
+    """The same, of the lowest layer."""
+    return m.head(m.body(x.transpose(0, 1).reshape(-1, 3)).view(x.shape[1], len(x), 5).transpose(0, 1))
+
+
+def folded(kind):
+    torch.manual_seed(4)
+    parts = {"body": nn.Linear(3, 5), "head": nn.Linear(5, 2)}
+    if kind == "lowest_by_time":
+        return Wired(lowest_by_time, **parts)
+    if kind == "matrix_by_position":
+        return with_parameters(matrix_by_position, {"q": (7, 5, 5)}, **parts)
+    if kind == "bare_rows_by_time":
+        return with_parameters(rows_by_time, {"p": (5, 5)}, **parts)
+    return Wired(rows_by_time, fold=nn.Linear(5, 5), **parts)
 
 
 @pytest.mark.parametrize("large", [1.0, 3e3, 1e6, 1e12])
 @pytest.mark.parametrize(
-    ("wiring", "positions"),
-    [(matrix_by_position, 7), *((wiring, t) for wiring in (rows_by_time, bare_rows_by_time) for t in (2, 7, 11))],
+    ("kind", "positions"),
+    [("matrix_by_position", 7), *((kind, t) for kind in ("rows_by_time", "bare_rows_by_time") for t in (2, 7, 11))],
 )
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.one_in(12)
-def test_a_large_example_hides_no_order_of_rows(wiring, large, last, positions, dtype):
+@pytest.mark.one_in(24)
+def test_a_large_example_hides_no_order_of_rows(kind, large, last, positions, dtype):
     """All rows of one order may belong to the large example, beside which those of others are as small as rounding."""
-    torch.manual_seed(4)
-    parts = {"body": nn.Linear(3, 5), "head": nn.Linear(5, 2)} | ({} if ORDERS[wiring] else {"fold": nn.Linear(5, 5)})
-    model = ghostclip.wrap(with_parameters(wiring, ORDERS[wiring], **parts)).to(dtype)
+    model = ghostclip.wrap(folded(kind)).to(dtype)
     x = torch.randn(EXAMPLES - 1, positions, 3, generator=torch.Generator().manual_seed(5)).to(dtype)
     for which in (0, EXAMPLES - 2):
         factors = torch.ones(EXAMPLES - 1, dtype=dtype)
@@ -117,29 +127,20 @@ def sums(out, last):
     return (out[:, -1] if last else out).flatten(1).sum(1)
 
 
-def folded_layer(m, x):
-    return m.head(m.body(x.transpose(0, 1).reshape(-1, 3)).view(2, len(x), 5).transpose(0, 1)[:, -1])
-
-
-def folded_product(m, x):
-    rows = m.body(x).transpose(0, 1).reshape(-1, 5)
-    return m.head((rows @ m.p).view(2, len(x), 5).transpose(0, 1)[:, -1])
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("spoilt", [0, 1])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("wiring", [folded_layer, folded_product])
-def test_rows_that_are_not_finite_go_to_the_example_whose_loss_is_not(wiring, bad, spoilt, dtype):
+@pytest.mark.parametrize("kind", ["lowest_by_time", "bare_rows_by_time"])
+@pytest.mark.one_in(4)
+def test_rows_that_are_not_finite_go_to_the_example_whose_loss_is_not(kind, bad, spoilt, dtype):
     """Of two examples at two positions, only the last of which has gradients, two rows say the same of both orders."""
-    torch.manual_seed(6)
-    model = with_parameters(wiring, {"p": (5, 5)}, body=nn.Linear(3, 5), head=nn.Linear(5, 2)).to(dtype)
+    model = folded(kind).to(dtype)
     x, factors = torch.randn(2, 2, 3).to(dtype), torch.ones(2, dtype=dtype)
     plain, clipper = copy.deepcopy(model), ghostclip.GhostClipper(model)
     factors[spoilt] = bad
-    result = clipper.backward(factors * model(x).square().sum(1))
+    result = clipper.backward(factors * model(x)[:, -1].square().sum(1))
     other = 1 - spoilt
-    plain(x[other : other + 1]).square().sum().backward()
+    plain(x[other : other + 1])[:, -1].square().sum().backward()
     size = sum(p.grad.double().square().sum() for p in plain.parameters() if p.grad is not None).sqrt()
     assert float(result.norms[other]) == pytest.approx(float(size), rel=1e-2)
     assert float(result.weights[spoilt]) == 0.0

@@ -13,7 +13,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from case_models import cnn, transformer
+from case_models import Wired, cnn, transformer
 from case_types import project
 from cases import case
 from comparing import assert_close, assert_dicts_close, every_pass, gradients, truth
@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 import ghostclip
 
 MAX_NORM = 0.5
-NARROW = [torch.bfloat16, torch.float16]
 
 
 def small(name: str) -> tuple[nn.Module, Tensor]:
@@ -54,9 +53,10 @@ def assert_as_near_as_the_loop(found: Tensor, narrow: Tensor, exact: Tensor, eps
     assert (found.double() - exact).norm() <= 4 * (narrow - exact).norm() + 4 * eps * exact.norm()
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
 @every_pass
+@pytest.mark.one_in(2)
 def test_autocast_is_as_exact_as_the_loop_under_autocast(name, dtype, second_pass):
     model, inputs = small(name)
     autocast = torch.autocast("cpu", dtype)
@@ -89,28 +89,18 @@ def test_channels_last_models(when):
     assert_dicts_close(gradients(model), oracle.clipped_sum(truth(row), 0.1), 1e-10)
 
 
-class Deep(nn.Module):
-    """Blocks of two layers, their activations kept or computed again in backward."""
-
-    def __init__(self, depth: int, again: bool) -> None:
-        super().__init__()
-        self.again = again
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.LayerNorm(24), nn.Linear(24, 24)) for _ in range(depth)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
-        return x
+def recomputed(block: nn.Module) -> nn.Module:
+    return Wired(lambda m, x: checkpoint(m.block, x, use_reentrant=False), block=block)
 
 
 def bytes_per_block(again: bool, prepare: Callable[[nn.Module], Callable[[Tensor], Any]]) -> float:
     """By how much the peak of a step grows with a block; of its second step, when plans are made."""
     peaks = []
     for depth in (6, 16):
-        torch.manual_seed(0)
-        model, x = Deep(depth, again), torch.randn(16, 64, 24)
+        layers = [
+            nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.LayerNorm(24), nn.Linear(24, 24)) for _ in range(depth)
+        ]
+        model, x = nn.Sequential(*(recomputed(each) if again else each for each in layers)), torch.randn(16, 64, 24)
         backward = prepare(model)
         for _ in range(2):
             model.zero_grad(set_to_none=False)
@@ -123,11 +113,11 @@ def bytes_per_block(again: bool, prepare: Callable[[nn.Module], Callable[[Tensor
 @every_pass
 @pytest.mark.slow
 def test_checkpointing_keeps_its_saving(second_pass):
-    def clipped(model: nn.Module) -> Callable[[Tensor], Any]:
-        return ghostclip.GhostClipper(model, norm_strategy="gram", second_pass=second_pass).backward
-
     def plain(model: nn.Module) -> Callable[[Tensor], Any]:
         return lambda losses: losses.sum().backward()
+
+    def clipped(model: nn.Module) -> Callable[[Tensor], Any]:
+        return ghostclip.GhostClipper(model, norm_strategy="gram", second_pass=second_pass).backward
 
     assert bytes_per_block(True, clipped) <= 1.1 * bytes_per_block(True, plain)
     assert bytes_per_block(True, plain) < 0.5 * bytes_per_block(False, plain)
@@ -158,12 +148,10 @@ def test_a_clipper_follows_a_change_of_type():
     assert_close(found, oracle.norms(truth(row)), 1e-6)  # the parameters were rounded to float32 on the way
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize(("dims", "affine"), [(1, True), (2, False), (3, True)])
 def test_batchnorm_in_eval_mode_beside_trained_layers(dims, affine):
-    model = nn.Sequential(
-        getattr(nn, f"Conv{dims}d")(2, 4, 3), getattr(nn, f"BatchNorm{dims}d")(4, affine=affine), nn.Tanh()
-    ).double()
+    kinds = getattr(nn, f"Conv{dims}d"), getattr(nn, f"BatchNorm{dims}d")
+    model = nn.Sequential(kinds[0](2, 4, 3), kinds[1](4, affine=affine), nn.Tanh()).double()
     model(torch.randn(8, 2, *[5] * dims, dtype=torch.float64))  # statistics of some public data
     model[1].eval()
     x = torch.randn(4, 2, *[5] * dims, dtype=torch.float64)

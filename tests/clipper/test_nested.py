@@ -9,6 +9,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Wired
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -30,34 +31,24 @@ def texts(count: int = 24) -> list[tuple[Tensor, int]]:
 
 
 def collate(layout: torch.layout) -> Callable[[Any], dict[str, Any]]:
-    def collated(rows: list[Any]) -> dict[str, Any]:
-        texts = torch.nested.nested_tensor([text for text, _ in rows], layout=layout)
-        return {"texts": texts, "labels": torch.tensor([label for _, label in rows])}
+    return lambda rows: {
+        "texts": torch.nested.nested_tensor([text for text, _ in rows], layout=layout),
+        "labels": torch.tensor([label for _, label in rows]),
+    }
 
-    return collated
 
-
-class Padded(nn.Module):
+def padded(m: Any, texts: Tensor) -> Tensor:
     """The mean of each text's own tokens, of a padded tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, texts: Tensor) -> Tensor:
-        padded = texts.to_padded_tensor(0.0)
-        mask = (padded != 0).any(2, keepdim=True).to(padded.dtype)
-        return self.out((self.hidden(padded).tanh() * mask).sum(1) / mask.sum(1))
+    padded = texts.to_padded_tensor(0.0)
+    mask = (padded != 0).any(2, keepdim=True).to(padded.dtype)
+    return m.out((m.hidden(padded).tanh() * mask).sum(1) / mask.sum(1))
 
 
-class Values(Padded):
+def of_values(m: Any, texts: Any) -> Tensor:
     """The same of the values of a jagged tensor."""
-
-    def forward(self, texts: Tensor) -> Tensor:
-        lengths = texts.offsets().diff()  # type: ignore[attr-defined]
-        tokens = self.hidden(texts.values()).tanh()
-        total = tokens.new_zeros(len(lengths), 4).index_add(0, owners(lengths), tokens)
-        return self.out(total / lengths[:, None])
+    lengths, tokens = texts.offsets().diff(), m.hidden(texts.values()).tanh()
+    total = tokens.new_zeros(len(lengths), 4).index_add(0, owners(lengths), tokens)
+    return m.out(total / lengths[:, None])
 
 
 def owners(lengths: Tensor) -> Tensor:
@@ -68,9 +59,15 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch["texts"]), batch["labels"], reduction="none")
 
 
-def engine_of(model: nn.Module, layout: str, **options: Any) -> PrivacyEngine:
+def index_of(part: Any) -> Tensor:
+    return owners(part["texts"].offsets().diff())
+
+
+def engine_of(wiring: Callable[..., Tensor], layout: str, **options: Any) -> PrivacyEngine:
+    torch.manual_seed(0)
+    model = Wired(wiring, hidden=nn.Linear(3, 4), out=nn.Linear(4, 2)).double()
     data = DataLoader(texts(), batch_size=8, collate_fn=collate(LAYOUTS[layout]))  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(model.double().parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     options = {"noise": "test", "seed": 1, "noise_multiplier": 0.0, "self_check": False, "clipping": NORM, **options}
     with pytest.warns(UserWarning, match="is replaced by Poisson"):
         return PrivacyEngine(model, optimizer, data, **options)
@@ -99,19 +96,12 @@ def assert_steps_by_hand(engine: PrivacyEngine, steps: int = 3, **options: Any) 
         torch.testing.assert_close(moved, [each.detach() for each in wanted], rtol=1e-9, atol=1e-12)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "in physical batches": {"max_physical_batch_size": 3},
-    "auto": {"max_physical_batch_size": "auto"},
-}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [*OPTIONS, "compiled", "traced"])
+@pytest.mark.parametrize("name", ["whole", "in physical batches", "auto", "compiled", "traced"])
 def test_steps_are_those_of_a_loop(layout: str, name: str, tmp_path: Path) -> None:
     """Compiled steps leave nested batches to eager ones."""
-    torch.manual_seed(0)
-    engine = engine_of(Padded(), layout, **OPTIONS.get(name, {}))
+    sizes = {"in physical batches": 3, "auto": "auto"}
+    engine = engine_of(padded, layout, max_physical_batch_size=sizes.get(name))
     if name == "compiled":
         engine.compile()
     elif name == "traced":
@@ -119,23 +109,18 @@ def test_steps_are_those_of_a_loop(layout: str, name: str, tmp_path: Path) -> No
     assert_steps_by_hand(engine)
 
 
-@pytest.mark.parametrize("index", [lambda part: owners(part["texts"].offsets().diff()), None])
+@pytest.mark.parametrize("index", [index_of, None])
 def test_values_with_and_without_the_example_of_each_row(index: Any) -> None:
-    torch.manual_seed(0)
-    assert_steps_by_hand(engine_of(Values(), "jagged"), batch_index=index)
+    assert_steps_by_hand(engine_of(of_values, "jagged"), batch_index=index)
 
 
-def test_memory_that_runs_out_for_rows_with_an_index_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_for_rows_with_an_index_is_said() -> None:
     def scarce(*_: Any) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    engine = engine_of(Values(), "jagged")
-    monkeypatch.setattr(Values, "forward", scarce)
-    index = lambda part: owners(part["texts"].offsets().diff())  # noqa: E731
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"can't be divided: batch_index.*max_physical_batch_size"
-    ) as found:
-        engine.step(next(iter(engine.batches())), loss_fn, batch_index=index)
+    engine, said = engine_of(of_values, "jagged"), r"can't be divided: batch_index.*max_physical_batch_size"
+    with pytest.raises(torch.OutOfMemoryError, match=said) as found:
+        engine.step(next(iter(engine.batches())), scarce, batch_index=index_of)
     assert is_out_of_memory(found.value)
 
 

@@ -26,11 +26,9 @@ SPOILT = {"nan": torch.nan, "inf": torch.inf}
 
 def check_spoilt(model, losses_of, second_pass, bad, norm_strategy="auto"):
     """Example ``bad`` is not finite; the sum is what the others give, and nothing is raised, first batch or not."""
-    everyone = torch.arange(5)
-    others = everyone[everyone != bad]
-    ghostclip.GhostClipper(model, clipping=0.5, second_pass=second_pass).backward(losses_of(others))
-    expected = {name: value.clone() for name, value in gradients(model).items()}
-    clipper = ghostclip.GhostClipper(model, clipping=0.5, second_pass=second_pass, norm_strategy=norm_strategy)
+    everyone, others = torch.arange(5), [example for example in range(5) if example != bad]
+    expected = clipped(model, losses_of(torch.tensor(others)), second_pass=second_pass)[1]
+    clipper = GhostClipper(model, 0.5, second_pass=second_pass, norm_strategy=norm_strategy)
     for _ in range(2):
         model.zero_grad()
         result = clipper.backward(losses_of(everyone))
@@ -39,11 +37,18 @@ def check_spoilt(model, losses_of, second_pass, bad, norm_strategy="auto"):
         assert_dicts_close(gradients(model), expected, 1e-12)
 
 
+def clipped(model, losses, clipping=0.5, **options):
+    """The result of one step by a new clipper, and its sums."""
+    model.zero_grad()
+    result = GhostClipper(model, clipping, **options).backward(losses)
+    return result, {name: grad.clone() for name, grad in gradients(model).items()}
+
+
 @every_pass
 @pytest.mark.parametrize("value", SPOILT.values(), ids=SPOILT)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("norm_strategy", ["direct", "gram"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_a_spoilt_input_contributes_zero(name, value, second_pass, norm_strategy):
     """Whether gradients are kept, or inputs and what comes back to a layer are."""
     build, shape = MODELS[name]
@@ -71,29 +76,24 @@ def test_an_expanded_tensor_of_which_one_example_is_not_finite_leaves_that_one_o
     model = ghostclip.wrap(with_parameters(wiring, {"points": (3, 6)}, layer=nn.Linear(4, 6)))
     x = torch.randn(4, 4)
     x[1] = torch.inf
-    result = ghostclip.GhostClipper(model, 1.0).backward(model(x))
-    sums = gradients(model)
-    model.zero_grad()
-    others = ghostclip.GhostClipper(model, 1.0).backward(model(x[[0, 2, 3]]))
+    result, sums = clipped(model, model(x))
+    others, expected = clipped(model, model(x[[0, 2, 3]]))
     assert result.weights[1] == 0
     torch.testing.assert_close(result.norms[[0, 2, 3]], others.norms)
-    for name, grad in gradients(model).items():
-        torch.testing.assert_close(sums[name], grad)
+    torch.testing.assert_close(sums, expected)
 
 
-class Packed(nn.Module):
+COUNTED = torch.tensor([0.0, 1, 0, 1, 1, 0, 1, 1])
+
+
+def packed(attend):
     """Documents in one row of the batch, which don't read each other: by a mask, or by their positions."""
 
-    counted = torch.tensor([0.0, 1, 0, 1, 1, 0, 1, 1])
+    def losses(m, x, document):
+        own = m.out(attend(m.inner(x), document))[0, :, 0].square() * COUNTED
+        return torch.zeros(int(document.max()) + 1).index_add(0, document, own)
 
-    def __init__(self, attend):
-        super().__init__()
-        self.attend, self.inner, self.out = attend, nn.Linear(4, 4), nn.Linear(4, 1)
-
-    def forward(self, x, document):
-        h = self.attend(self.inner(x), document)
-        losses = self.out(h)[0, :, 0].square() * self.counted
-        return torch.zeros(int(document.max()) + 1).index_add(0, document, losses)
+    return Wired(losses, inner=nn.Linear(4, 4), out=nn.Linear(4, 1))
 
 
 def by_mask(h, document):
@@ -115,7 +115,7 @@ def by_positions(h, document):
 def test_documents_that_share_a_row_are_not_left_out_beside_one_that_is_not_finite(attend, bad):
     """0 * NaN is NaN, so a mask alone keeps it from nobody: the batch is refused, with nothing clipped."""
     document = torch.tensor([0, 0, 1, 1, 1, 2, 2, 3])
-    model = ghostclip.wrap(Packed(attend))
+    model = ghostclip.wrap(packed(attend))
     clipper = GhostClipper(model, 1.0)
     for _ in range(4):
         clipper.backward(model(torch.randn(1, 8, 4), document))
@@ -172,21 +172,6 @@ def test_gradients_that_are_zero_or_not_finite_are_no_dispute_where_one_order_fi
         assert result.weights[1] == 0.0
 
 
-@every_pass
-@pytest.mark.parametrize("size", [1e20, 1e30, 1e38])
-def test_a_huge_example_is_bounded_and_spares_the_others(size, second_pass):
-    model = nn.Linear(3, 2)
-    x = torch.randn(4, 3)
-    clipper = ghostclip.GhostClipper(model, clipping=1.0, second_pass=second_pass)
-    clipper.backward(model(x[1:]).sum(1))
-    expected = {name: value.clone() for name, value in gradients(model).items()}
-    model.zero_grad()
-    x[0] = size
-    result = clipper.backward(model(x).sum(1))
-    moved = torch.cat([(value - expected[name]).flatten() for name, value in gradients(model).items()])
-    assert float(moved.norm()) <= result.sensitivity * (1 + 1e-5)
-
-
 def merged(trained):
     """A layer whose weights are read by giving it unit vectors, which all examples share."""
     torch.manual_seed(5)
@@ -199,20 +184,20 @@ def merged(trained):
 @pytest.mark.parametrize("examples", [2, 6, 8])
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("value", [torch.nan, 1e30])
-@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+@every_pass
+@pytest.mark.one_in(3)
 def test_beside_a_spoilt_example_what_all_share_is_still_shared(examples, trained, value, second_pass):
     """All rows of its gradient are nan then, or the spoilt example's alone by their size."""
     torch.manual_seed(1)
-    x = torch.randn(examples, 4)
+    x, rest = torch.randn(examples, 4), [example for example in range(examples) if example != 1]
     whole = x.clone()
     whole[1] = value
-    rest = [example for example in range(examples) if example != 1]
     found = {}
     for name, batch in (("whole", whole), ("rest", x[rest])):
         model = merged(trained)
-        clipper = ghostclip.GhostClipper(model, 0.5, second_pass=second_pass)
+        clipper = GhostClipper(model, 0.5, second_pass=second_pass)
         found[name] = clipper.clip(lambda model, x: model(x), batch), gradients(model)
     torch.testing.assert_close(found["whole"][0].norms[rest], found["rest"][0].norms)
-    if value != value or not found["whole"][0].weights[1]:
-        for name, grad in found["rest"][1].items():
-            torch.testing.assert_close(found["whole"][1][name], grad)
+    if not found["whole"][0].weights[1]:
+        torch.testing.assert_close(found["whole"][1], found["rest"][1])
+    assert value == 1e30 or not found["whole"][0].weights[1]

@@ -8,6 +8,7 @@ import oracle
 import private_runs as runs
 import pytest
 import torch
+from case_models import Wired
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -42,16 +43,16 @@ def test_a_loader_gives_its_batches_one_after_another() -> None:
     assert per_example_norms(model, runs.losses_of, nothing, per="layer") == {}
 
 
-class Counting(nn.Module):
+def counting() -> nn.Module:
     """Has a buffer that each forward changes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.calls += 1
         return x
+
+    layer = Wired(forward)
+    layer.register_buffer("calls", torch.zeros(()))
+    return layer
 
 
 def state(model: nn.Module) -> list[Any]:
@@ -66,9 +67,10 @@ def state(model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "wrapped", "partly"])
+@pytest.mark.one_in(3)
 def test_the_model_is_left_as_it_was(kind: str, grad: bool, training: bool) -> None:
     last = ghostclip.nn.Linear(8, 3) if kind == "partly" else nn.Linear(8, 3)
-    model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), Counting(), last).train(training)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), counting(), last).train(training)
     model = ghostclip.wrap(model) if kind == "wrapped" else model
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -78,10 +80,8 @@ def test_the_model_is_left_as_it_was(kind: str, grad: bool, training: bool) -> N
         first = per_example_norms(model, runs.losses_of, loader)
         again = per_example_norms(model, runs.losses_of, loader)
     assert torch.equal(first, again)
-    assert torch.equal(first, first.detach())
     assert not first.requires_grad
-    after = state(model)
-    assert [one == other for one, other in zip(before, after, strict=True)] == [True] * 5
+    assert state(model) == before
     assert isinstance(model[0], GhostLayer) == (kind == "wrapped")
     assert isinstance(model[3], GhostLayer) == (kind != "plain")
 

@@ -4,6 +4,7 @@ import comparing
 import oracle
 import pytest
 import torch
+from case_models import Wired
 from ragged_models import gathered
 from torch import nn
 from torch.nn import functional as F
@@ -21,8 +22,8 @@ def index_of(n, below):
 
 def within(owners):
     """[rows], for each row one of its example, by chance."""
-    return torch.stack([(owners == each).nonzero()[:, 0][torch.randint(0, int((owners == each).sum()), ())]
-                        for each in owners])  # fmt: skip
+    rows = [(owners == each).nonzero()[:, 0] for each in owners]
+    return torch.stack([own[torch.randint(0, len(own), ())] for own in rows])
 
 
 def repeated(index, like):
@@ -82,13 +83,8 @@ MIXING = {
 class MulBackward0(torch.autograd.Function):
     """Named as an operation that keeps rows apart, which it does forwards."""
 
-    @staticmethod
-    def forward(ctx, h):
-        return h.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad - grad.mean(0)
+    forward = staticmethod(lambda ctx, h: h.clone())
+    backward = staticmethod(lambda ctx, grad: grad - grad.mean(0))
 
 
 MulBackward0._backward_cls.__name__ = "MulBackward0"
@@ -100,19 +96,17 @@ def _in_place(h):
     return whole
 
 
-class Network(nn.Module):
+def network(operations, features, seed):
     """Operations one after another on the rows of a layer, which are summed by an index; returns losses [B]."""
 
-    def __init__(self, operations, features, seed):
-        super().__init__()
-        self.first, self.operations, self.seed = nn.Linear(3, features), operations, seed
-
-    def forward(self, x, r, examples):
-        torch.manual_seed(self.seed)
-        self.rows = h = self.first(x)
-        for operation in self.operations:
+    def wiring(m, x, r, examples):
+        torch.manual_seed(seed)
+        m.rows = h = m.first(x)
+        for operation in operations:
             h = operation(h, r)
         return gathered(h.square().sum(1), r, examples)
+
+    return Wired(wiring, first=nn.Linear(3, features))
 
 
 def expected(sizes, owner):
@@ -132,7 +126,7 @@ def assert_exact_or_refused(operations, n, features, examples, seed):
     """What was to be expected without an index; asserts that so it is, and with an index, under both second passes."""
     torch.manual_seed(seed)
     r = torch.cat([torch.arange(min(n, examples)), index_of(max(0, n - examples), examples)])[torch.randperm(n)]
-    model, x = Network(operations, features, seed).double(), torch.randn(n, 3).double()
+    model, x = network(operations, features, seed).double(), torch.randn(n, 3).double()
     losses = model(x, r, examples)
     if not losses.requires_grad or not losses.isfinite().all():
         return None
@@ -169,14 +163,14 @@ def test_operations_that_keep_examples_apart_are_exact(operation, shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("operation", MIXING.values(), ids=MIXING)
-@pytest.mark.one_in(24)
-def test_others_are_refused_where_a_row_has_two_losses(operation, shape):
-    for seed in range(3):
-        assert_exact_or_refused([operation], *shape, seed)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.one_in(48)
+def test_others_are_refused_where_a_row_has_two_losses(operation, shape, seed):
+    assert_exact_or_refused([operation], *shape, seed)
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(40)
 def test_chains(seed):
     torch.manual_seed(seed)
     for turn, shape in enumerate(SHAPES):

@@ -29,10 +29,11 @@ def model(draw):
     torch.manual_seed(0)
 
     def wiring(m, x):
-        blocks = [lambda h, part=part: part(DRAWS[draw](h.relu())) for part in (m.second, m.third)]
         h = m.first(x)
-        for block in blocks:
-            h = checkpoint(block, h, use_reentrant=False, preserve_rng_state=False)
+        for part in (m.second, m.third):
+            h = checkpoint(
+                lambda h, part=part: part(DRAWS[draw](h.relu())), h, use_reentrant=False, preserve_rng_state=False
+            )
         return m.head(h)
 
     sizes = {"first": (8, 12), "second": (12, 12), "third": (12, 12), "head": (12, 2)}
@@ -46,11 +47,11 @@ def squares(outputs):
 @pytest.mark.parametrize("policy", [BOUND, PerLayer(BOUND)], ids=["flat", "each layer"])
 @every_pass
 @pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_share_in_batches_of_one_keeps_to_the_bound(draw, second_pass, policy):
     network = model(draw)
     clipper = GhostClipper(network, policy, second_pass=second_pass, memory_budget=BUDGET["three layers"])
-    for x in torch.randn(20, 1, 5, 8):
+    for x in torch.randn(12, 1, 5, 8):
         network.zero_grad()
         clipper.backward(squares(network(x)))
         assert torch.cat([p.grad.flatten() for p in network.parameters()]).norm() <= BOUND * (1 + 1e-5)

@@ -6,6 +6,7 @@ files that refuse must be part of a message that a row brought up.
 
 import ast
 import functools
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,16 +33,10 @@ ROOT = Path(ghostclip.__file__).parent
 # test_same_as_refusals.py reads what is said of declared classes; test_sharding.py and test_fsdp.py of sharded models;
 # test_private_mean.py of centred inputs.
 # moves.py has reasons, which are not raised.
-ELSEWHERE = ("declared", "sharding", "moves", "centre")
+FOLDERS = [path for folder in ("nn", "graph") for path in sorted((ROOT / folder).rglob("*.py"))]
 FILES = [
-    ROOT / "wrap.py",
-    *(ROOT / "clipper" / f"{name}.py" for name in ("first_pass", "second_pass")),
-    *(
-        path
-        for folder in ("nn", "graph")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if path.stem not in ELSEWHERE
-    ),
+    *(ROOT / name for name in ("wrap.py", "clipper/first_pass.py", "clipper/second_pass.py")),
+    *(path for path in FOLDERS if path.stem not in ("declared", "sharding", "moves", "centre")),
 ]
 # Words that are no messages: a rule's name, what torch says, a line of the log, names of operations.
 OTHERS = {
@@ -98,29 +93,16 @@ def used(wiring: Callable[[Any, Tensor], Tensor], **shapes: tuple[int, ...]) -> 
     return with_parameters(wiring, shapes, layer=nn.Linear(3, 3))
 
 
-def contrast(output: Tensor) -> Tensor:
-    """Each example against all others of its batch."""
-    each = F.normalize(output.flatten(1), dim=1)
-    return F.cross_entropy(each @ each.T, torch.arange(len(each)), reduction="none")
-
-
-class Scale(nn.Module):
-    """A layer of the user's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
 def with_rule(rule: Callable[[Tensor, Tensor], Any]) -> nn.Module:
-    """A model of such a layer, with this rule."""
+    """A model of a layer of the user's own, with this rule."""
 
-    class Ruled(ghostclip.nn.GhostLayer, Scale):
+    class Ruled(ghostclip.nn.GhostLayer, nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
         def forward(self, x: Tensor) -> Tensor:
-            return self.capture(super().forward(x), x, parameters=("weight",))
+            return self.capture(x * self.weight, x, parameters=("weight",))
 
         def per_example(self, name: str, call: Any, inputs: tuple[Tensor, ...], grad: Tensor) -> Any:
             return rule(grad, inputs[0])
@@ -145,6 +127,13 @@ def tracking() -> nn.Module:
     layer.track_running_stats = True
     layer.register_buffer("running_mean", torch.zeros(3))
     return layer
+
+
+class CompiledFunction(torch.autograd.Function):
+    """What torch.compile makes of a function, by its name."""
+
+    forward = staticmethod(lambda ctx, h: h * 2)
+    backward = staticmethod(lambda ctx, grad: grad * 2)
 
 
 def compiled_in_place(layer: nn.Module) -> nn.Module:
@@ -253,7 +242,9 @@ ROWS: dict[str, Row] = {
                 "use real ones"),
     "compiled": (lambda: wrap(one(compiled_in_place(nn.Linear(3, 3)))), "layer: Linear", "compiled by torch.compile",
                  "without torch.compile, and call engine.compile()"),
-    "compiled function": (lambda: clip(one(nn.Linear(3, 3)), loss=torch.compile(losses, backend="aot_eager")), "",
+    "compiled whole": (lambda: wrap(torch.compile(nn.Linear(3, 3), backend="aot_eager")), "",
+                       "compiled by torch.compile", "without torch.compile, and call engine.compile()"),
+    "compiled function": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: losses(CompiledFunction.apply(h))), "",
                           "compiled the model, or a function in it", "leave torch.compile out"),
     "max_norm": (lambda: wrap(one(nn.Embedding(3, 2, max_norm=1.0))), "layer: Embedding", "max_norm rescales",
                  "set max_norm=None"),
@@ -316,7 +307,6 @@ ROWS: dict[str, Row] = {
     "batch_dim elsewhere": (lambda: clip(wrap(one(nn.Linear(3, 3)), batch_dim=1)), "layer",
                             "says that examples are in dimension 1", "but they are in dimension 0"),
     "centred": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: losses(h - h.mean(0))), "layer", "examples mix", OWN),
-    "contrastive": (lambda: clip(one(nn.Linear(3, 3)), loss=contrast), "layer", "examples mix", OWN),
     "dimension 0": (lambda: clip(one(nn.GRU(3, 3)), loss=lambda h: losses(h[0])), "layer", "examples mix",
                     "build it with batch_first=True if its input has examples in dimension 0"),
     "token losses": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: h.square().mean(2).flatten()), "layer",
@@ -369,7 +359,6 @@ ROWS: dict[str, Row] = {
                     "the model itself", "depends on the data of example", "compute each loss from its own example"),
     "check: shape": (lambda: mixed(one(nn.Linear(3, 3)), lambda m, x: m(x)), "the model itself", "not [4, 6, 3]",
                      "average over all dimensions but the first"),
-    "check: no losses": (lambda: mixed(one(nn.Linear(3, 3)), lambda m, x: None), "", "got NoneType", "a `return`"),
     "check: dimension 0": (lambda: mixed(one(nn.GRU(3, 3)), lambda m, x: losses(m(x)[0])), "layer: GRU",
                            "depends on the data of example 0", "build it with batch_first=True, or transpose"),
     "check: one example": (lambda: mixed(one(nn.Linear(3, 3)), lambda m, x: losses(m(x)), X[:1]), "", "got 1",
@@ -403,20 +392,34 @@ def test_a_message_names_the_module_what_is_wrong_and_what_to_write_instead(name
 
 def templates(source: str) -> Iterator[tuple[int, str, str]]:
     """(line, pattern, words) of every string of at least four words in ``source`` that is no docstring."""
-    tree = ast.parse(source)
-    skipped = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        skipped |= set(node.values) if isinstance(node, ast.JoinedStr) else set()
-    for node in ast.walk(tree):
-        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    tree = list(ast.walk(ast.parse(source)))
+    skipped = {node.value for node in tree if isinstance(node, ast.Expr)}
+    skipped |= {part for node in tree if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in tree:
         if node in skipped or not isinstance(node, ast.JoinedStr | ast.Constant):
             continue
-        words = [
-            part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else None for part in parts
-        ]
+        values = [getattr(part, "value", None) for part in getattr(node, "values", [node])]
+        words = [value if isinstance(value, str) else None for value in values]
         text = "".join(word or "{}" for word in words)
         if text.count(" ") >= 3:
             yield node.lineno, "".join(".*" if word is None else re.escape(word) for word in words), text
+
+
+COMPILED = {"whole": lambda model: torch.compile(model, backend="aot_eager"), "in place": compiled_in_place}
+
+
+@pytest.mark.filterwarnings("ignore")  # what dynamo says of code that it traces
+@pytest.mark.parametrize("way", COMPILED.values(), ids=COMPILED)
+@pytest.mark.one_in(math.inf)
+def test_a_model_compiled_after_the_engine_was_built_is_refused_at_the_first_batch(way: Any) -> None:
+    torch._dynamo.reset()
+    engine = runs.engine_for(runs.network(), sampling="without_replacement")
+    compiled, before = way(engine.model), runs.weights(engine.model)
+    with pytest.raises(ghostclip.UnsupportedModelError, match=r"torch\.compile.*engine\.compile\(\)"):
+        engine.step(next(iter(engine.batches())), lambda _, batch: runs.losses_of(compiled, batch))
+    assert engine.steps_taken == 0
+    assert torch.equal(runs.weights(engine.model), before)
+    torch._dynamo.reset()
 
 
 RULES: dict[str, Callable[[Tensor, Tensor], Any]] = {

@@ -27,34 +27,32 @@ def residual(m: Any, inputs: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.one_in(6)
-def test_the_second_backward_ends_at_the_lowest_layer_that_has_to_be_summed(seed):
+@pytest.mark.one_in(8)
+def test_the_second_backward_ends_at_the_lowest_layer_that_has_to_be_summed(seed, monkeypatch):
     """Whichever parameters are kept, the sums of the others are exact."""
     layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(5)])
     over_time = nn.LSTM(6, 6, num_layers=2, bidirectional=True, proj_size=3, batch_first=True)
-    model = Wired(residual, layers=layers, over_time=over_time).double()
-    inputs = torch.randn(5, 4, 6, dtype=torch.float64)
+    model, inputs = Wired(residual, layers=layers, over_time=over_time).double(), torch.randn(5, 4, 6).double()
     grads = oracle.per_example_grads(model, lambda losses: losses, (inputs,))
     clipper = ghostclip.GhostClipper(ghostclip.wrap(model), MAX_NORM)
     kept = torch.rand(100, generator=torch.Generator().manual_seed(seed)) < (seed % 4 + 1) / 5
     parameters = {id(p): bool(kept[number]) for number, p in enumerate(model.parameters())}
-    passes = clipper.passes
-    original = passes.first_pass
+    first_pass = clipper.passes.first_pass
 
     def keeps_some(losses: Tensor, keep: Keep, **options: object) -> object:
         """A first pass that kept those parameters, and no others."""
-        run = original(losses, retain_graph=True)
+        run = first_pass(losses, retain_graph=True)
         run.holds_graph = True
-        other = original(losses, Keep.MATERIALISED, retain_graph=True)
+        other = first_pass(losses, Keep.MATERIALISED, retain_graph=True)
         run.kept = {parts: term for parts, term in other.kept.items() if parameters[parts[0][0]]}
         return run
 
-    passes.first_pass = keeps_some
+    monkeypatch.setattr(clipper.passes, "first_pass", keeps_some)
     losses = model(inputs)
     clipper.backward(losses)
     assert_dicts_close(gradients(model), oracle.clipped_sum(grads, MAX_NORM), 1e-10)
     with pytest.raises(ghostclip.StaleInputError, match="freed"):
-        original(losses, retain_graph=False)
+        first_pass(losses, retain_graph=False)
 
 
 @every_pass

@@ -1,6 +1,6 @@
 """Models that can't be made whole are refused when wrapped, and those sharded later in every pass."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,6 +26,9 @@ X, Y = torch.ones(4, 5), torch.arange(4) % 3
 SECOND_PASSES = ("reweight", "cached")
 
 
+Shard = Callable[[nn.Module], nn.Module]
+
+
 def mesh() -> Any:
     return init_device_mesh("cpu", (2,))
 
@@ -34,76 +37,62 @@ def fsdp1(model: nn.Module, **options: Any) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
 
 
-def fsdp1_of_a_layer(model: nn.Module) -> nn.Module:
-    model[0] = fsdp1(model[0], use_orig_params=True)
-    return model
-
-
 def fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh())
 
 
-def fsdp2_of_a_layer(model: nn.Module) -> nn.Module:
-    fsdp2(model[2])
+def one_layer(shard: Shard, place: int, model: nn.Module) -> nn.Module:
+    model[place] = shard(model[place])
     return model
 
 
-def tensor_parallel(model: nn.Module) -> nn.Module:
-    return parallelize_module(model, mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
-
-SHARDED: dict[str, Callable[[nn.Module], nn.Module]] = {
+SHARDED: dict[str, Shard] = {
     "FSDP1": partial(fsdp1, use_orig_params=True),
     "FSDP1, flat": fsdp1,
-    "FSDP1 of a layer": fsdp1_of_a_layer,
+    "FSDP1 of a layer": partial(one_layer, partial(fsdp1, use_orig_params=True), 0),
     "FSDP2": fsdp2,
-    "FSDP2 of a layer": fsdp2_of_a_layer,
-    "tensor parallelism": tensor_parallel,
+    "FSDP2 of a layer": partial(one_layer, fsdp2, 2),
+    "tensor parallelism": lambda model: parallelize_module(
+        model, mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()}),
+}  # fmt: skip
+WRAPPING: dict[str, Callable[[Any], Any]] = {
+    "wrap": ghostclip.wrap,
+    "wrap of what is inside": lambda model: ghostclip.wrap(getattr(model, "module", model)),
+    "GhostClipper": GhostClipper,
+    "PrivacyEngine": runs.engine_for,
 }
 
 
-def wrapped_after(shard: Callable[[nn.Module], nn.Module]) -> Iterator[tuple[str, str]]:
-    """(who wraps, what it raised) for a model that is sharded already."""
-    for name, work in {
-        "wrap": ghostclip.wrap,
-        "wrap of what is inside": lambda model: ghostclip.wrap(getattr(model, "module", model)),
-        "GhostClipper": GhostClipper,
-        "PrivacyEngine": runs.engine_for,
-    }.items():
-        model = shard(runs.network())
-        if name == "wrap of what is inside":
-            runs.losses_of(model, [X, Y])  # while parameters of an FSDP2 root look like any
-        yield name, outcome(partial(work, model))
+def wrap_after(shard: Shard, name: str) -> None:
+    """Wraps a model that is sharded already."""
+    model = shard(runs.network())
+    if name == "wrap of what is inside":
+        runs.losses_of(model, [X, Y])  # while parameters of an FSDP2 root look like any
+    WRAPPING[name](model)
 
 
-def used_after(shard: Callable[[nn.Module], nn.Module], second_pass: str) -> Iterator[tuple[str, str]]:
-    """(what is called, what it raised) for a model that is sharded after wrapping."""
-
-    def called(name: str) -> None:
-        clipper = GhostClipper(runs.network(), 0.3, second_pass=second_pass)
-        sharded = shard(clipper.model)
-        if name == "clip":
-            clipper.clip(lambda _, rows: runs.losses_of(sharded, rows), [X, Y])
-        else:
-            getattr(clipper, name)(runs.losses_of(sharded, [X, Y]))
-
-    for name in ("norms", "per_example_grads", "backward", "clip"):
-        yield name, outcome(partial(called, name))
-    engine = runs.engine_for(runs.network(), second_pass=second_pass, sampling="without_replacement")
-    sharded = shard(engine.model)
-
-    def stepped() -> None:
+def use_after(shard: Shard, call: str, second_pass: str) -> None:
+    """Calls what clips a model that is sharded after wrapping."""
+    if call == "engine":
+        engine = runs.engine_for(runs.network(), second_pass=second_pass, sampling="without_replacement")
+        sharded = shard(engine.model)
         engine.step(next(iter(engine.batches())), lambda _, rows: runs.losses_of(sharded, rows))
+        return
+    clipper = GhostClipper(runs.network(), 0.3, second_pass=second_pass)
+    sharded = shard(clipper.model)
+    if call == "clip":
+        clipper.clip(lambda _, rows: runs.losses_of(sharded, rows), [X, Y])
+    else:
+        getattr(clipper, call)(runs.losses_of(sharded, [X, Y]))
 
-    yield "engine", outcome(stepped)
 
-
-def all_refused(shard: Callable[[nn.Module], nn.Module]) -> list[str]:
+def all_refused(shard: Shard) -> list[str]:
     """What was not refused as it should be; and `check`'s findings must not be empty."""
     later = shard is fsdp2  # which is exact where it comes first
-    found = {} if later else dict(wrapped_after(shard))
-    for second_pass in SECOND_PASSES:
-        found |= {f"{name}, {second_pass}": said for name, said in used_after(shard, second_pass)}
+    works = {} if later else {name: partial(wrap_after, shard, name) for name in WRAPPING}
+    calls = ("norms", "per_example_grads", "backward", "clip", "engine")
+    works |= {", ".join(each): partial(use_after, shard, *each) for each in product(calls, SECOND_PASSES)}
+    found = {name: outcome(work) for name, work in works.items()}
     if bool(ghostclip.check(shard(runs.network()))) == later:
         found["check"] = "nothing"
     return [f"{name}: {said}" for name, said in found.items() if not said.startswith("UnsupportedModelError")]

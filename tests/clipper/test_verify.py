@@ -14,7 +14,7 @@ from ghostclip.nn import GhostLayer
 
 
 @every_pass
-@pytest.mark.parametrize("name", ["cnn", "transformer", "tied head"])
+@pytest.mark.parametrize("name", ["cnn", "tied head"])
 def test_verify_passes_on_good_models(name, second_pass):
     row = case(name)
     model, clipper, _ = ready(row, second_pass=second_pass)
@@ -78,6 +78,5 @@ class WrongScale(GhostLayer, Scale, wraps=Scale):
 def test_verify_names_the_layer_whose_rule_is_wrong(second_pass):
     model = nn.Sequential(nn.Linear(3, 4), Scale(4), nn.Linear(4, 2)).double()
     clipper = ghostclip.GhostClipper(model, second_pass=second_pass)
-    x = torch.randn(5, 3, dtype=torch.float64)
     with pytest.raises(VerificationError, match=r"1\.weight"):
-        clipper.verify(lambda m, batch: project(m(batch)), x)
+        clipper.verify(lambda m, batch: project(m(batch)), torch.randn(5, 3, dtype=torch.float64))

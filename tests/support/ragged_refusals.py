@@ -67,45 +67,43 @@ def clip(
 
 def clip_later(index: Callable[[dict[str, Any]], Any]) -> None:
     """In a batch after the first, which has no mistake."""
-    model = plain()
-    clipper = GhostClipper(model)
+    clipper = GhostClipper(plain())
     for change in (lambda batch: batch["rows"], index):
         batch = graphs(SIZES, torch.float32)
         rows = change(batch)
-        clipper.norms(losses(model, batch), batch_index=rows)
+        clipper.norms(losses(clipper.model, batch), batch_index=rows)
 
 
 FOLLOW = "compute each loss from its own example"
 
 
-def spread(m: Any, batch: Any) -> torch.Tensor:
-    h, (source, target) = m.first(batch["x"]).tanh(), batch["edges"]
-    h = m.second(h + gathered(h[source], target, len(h))).tanh()
-    return m.head(gathered(h, batch["rows"], len(batch["y"])))
-
-
 def plain() -> nn.Module:
     """Linear layers with a rule alone."""
+
+    def spread(m: Any, batch: Any) -> torch.Tensor:
+        h, (source, target) = m.first(batch["x"]).tanh(), batch["edges"]
+        h = m.second(h + gathered(h[source], target, len(h))).tanh()
+        return m.head(gathered(h, batch["rows"], len(batch["y"])))
+
     return Wired(spread, first=nn.Linear(FEATURES, 6), second=nn.Linear(6, 6), head=nn.Linear(6, 3))
 
 
-def run_with(values: dict[str, torch.Tensor]) -> None:
+def run_with_others() -> None:
     """A layer that runs with other tensors in the place of its parameters."""
-    model = nn.Sequential(nn.Linear(3, 3))
+    model, others = nn.Sequential(nn.Linear(3, 3)), dict(nn.Sequential(nn.Linear(3, 3)).named_parameters())
     clipper = GhostClipper(model)
-    clipper.norms(torch.func.functional_call(model, values, (torch.ones(2, 3),)).square().sum(1))
+    clipper.norms(torch.func.functional_call(model, others, (torch.ones(2, 3),)).square().sum(1))
 
 
 def on_nested() -> None:
-    model = nn.Sequential(nn.Linear(3, 3))
-    GhostClipper(model)
+    model = GhostClipper(nn.Sequential(nn.Linear(3, 3))).model
     model(torch.nested.nested_tensor_from_jagged(torch.ones(4, 3), torch.tensor([0, 1, 4])))
 
 
 ROWS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "ragged: a nested tensor": (on_nested, "0 (Linear)", "got a nested tensor", "give it nested.values()"),
-    "other tensors for parameters": (lambda: run_with(dict(nn.Sequential(nn.Linear(3, 3)).named_parameters())), "0",
-                                     "was given other tensors in the place of its parameters", "call the module"),
+    "other tensors for parameters": (run_with_others, "0", "was given other tensors in the place of its parameters",
+                                     "call the module"),
     **{f"ragged: {name}": (partial(clip, index=change), "", "do not belong to the examples that batch_index says",
                            "correct it, or leave it out") for name, change in WRONG.items()},
     "ragged: an edge between graphs": (partial(clip, plain, connected), "first", "examples mix", FOLLOW),
