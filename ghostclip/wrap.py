@@ -129,10 +129,15 @@ def unwrap(model: torch_nn.Module) -> torch_nn.Module:
                 module._forward_pre_hooks.pop(number, None)
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
         if isinstance(module, GhostLayer):
-            module.__class__ = module.wrapped  # type: ignore[assignment]
+            module.__class__ = plain_class(type(module))  # type: ignore[assignment]
             for name in OWN:
                 vars(module).pop(name, None)
     return model
+
+
+def plain_class(kind: type[GhostLayer]) -> type[torch_nn.Module]:
+    """The class that a wrapper wraps; itself for a layer that was written with its rule, without ``wraps``."""
+    return getattr(kind, "wrapped", kind)
 
 
 @contextmanager
@@ -159,7 +164,7 @@ def unwrapped(model: torch_nn.Module) -> Iterator[torch_nn.Module]:
     before = [(module, type(module)) for module in model.modules() if isinstance(module, GhostLayer)]
     try:
         for module, kind in before:
-            module.__class__ = kind.wrapped  # type: ignore[assignment]
+            module.__class__ = plain_class(kind)  # type: ignore[assignment]
         yield model
     finally:
         for module, kind in before:

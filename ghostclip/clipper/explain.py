@@ -103,7 +103,7 @@ def plan_of(model: nn.Module, choices: Mapping[int, StrategyChoice] | None) -> S
         module = model.get_submodule(layer)
         ruled = isinstance(module, GhostLayer) and own in module.parameter_names(module)
         user = model.get_submodule(layer.partition("parametrizations.")[0].rstrip("."))
-        rule = str(module.rule) if ruled else f"fallback ({type(module).__name__})"
+        rule = (str(module.rule) or type(module).__name__) if ruled else f"fallback ({type(module).__name__})"
         if not ruled and isinstance(user, GhostLayer) and user.has_computed_weights():
             rule = f"{user.rule} (computed weight)"
         choice = (choices or {}).get(id(parameter), none)
