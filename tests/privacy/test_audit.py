@@ -1,6 +1,5 @@
 """The audit: its bounds hold as often as they say, planted bugs are found, the user's model is left alone."""
 
-import copy
 import itertools
 import json
 import math
@@ -30,7 +29,7 @@ from ghostclip.audit.bounds import (
 from ghostclip.audit.one_run import scores
 from ghostclip.audit.training import Claim, Training
 from ghostclip.audit.trials import Trials, log_ratios
-from ghostclip.clipping import Adaptive, PerLayer, policies
+from ghostclip.clipping import Adaptive, PerLayer
 from ghostclip.noise import BandedToeplitz, BufferedToeplitz, noise_source
 from ghostclip.report import plain
 from ghostclip.sampling import Poisson
@@ -47,12 +46,6 @@ def simulated(generator, count: int, noise: float, rate: float = 1.0, steps: int
     taken = inside[:, None] & (generator.random((count, steps)) < rate)
     seen = taken + noise * generator.standard_normal((count, steps))
     return Trials(log_ratios(seen, rate, noise).sum(1), inside)
-
-
-def noise_found(trials: Trials, failure: float, rate: float = 1.0, steps: int = 1) -> float:
-    """The largest noise that explains the trials."""
-    rates = trials.error_rates(partial(gaussian_mu, sample_rate=rate if steps == 1 else 1.0), failure)
-    return noise_from_rates(rates.false_positive_bound, rates.false_negative_bound, rate, steps)
 
 
 @pytest.mark.parametrize(("errors", "trials"), [(0, 10), (3, 10), (10, 10), (17, 4000)])
@@ -98,7 +91,7 @@ def test_the_composed_noise_is_found_from_its_own_trade_off():
     assert 1.5 <= noise_from_rates(0.2, least, 0.25, 6) < 1.5 * 1.01
 
 
-@pytest.mark.parametrize(("rate", "steps"), [(1.0, 1), (0.3, 1), (1.0, 4)])
+@pytest.mark.parametrize(("rate", "steps"), [(0.3, 1), (1.0, 4)])
 @pytest.mark.slow
 def test_the_bounds_fail_no_more_often_than_they_say(rate, steps):
     generator, failure, runs = np.random.default_rng(5), 0.1, 200
@@ -106,11 +99,10 @@ def test_the_bounds_fail_no_more_often_than_they_say(rate, steps):
     wrong_noise = wrong_epsilon = 0
     for _ in range(runs):
         trials = simulated(generator, 500, 1.0, rate, steps)
-        wrong_noise += noise_found(trials, failure, rate, steps) < 1.0
-        direct = trials.error_rates(partial(epsilon_from_rates, delta=DELTA), failure)
-        wrong_epsilon += (
-            float(epsilon_from_rates(direct.false_positive_bound, direct.false_negative_bound, DELTA)) > spent
-        )
+        rates = trials.error_rates(partial(gaussian_mu, sample_rate=rate if steps == 1 else 1.0), failure)
+        wrong_noise += noise_from_rates(rates.false_positive_bound, rates.false_negative_bound, rate, steps) < 1.0
+        rates = trials.error_rates(partial(epsilon_from_rates, delta=DELTA), failure)
+        wrong_epsilon += epsilon_from_rates(rates.false_positive_bound, rates.false_negative_bound, DELTA) > spent
     allowed = binom.isf(1e-4, runs, failure)
     assert wrong_noise <= allowed
     assert wrong_epsilon <= allowed
@@ -164,36 +156,56 @@ def noise_changed(monkeypatch, change):
     monkeypatch.setattr(STANDARD, "release", wrong)
 
 
-def clip_doubled(monkeypatch):
-    true = policies.flat_weights
-    monkeypatch.setattr(policies, "flat_weights", lambda norms, bound: true(norms, 2 * bound))
-
-
 BUGS = {
-    "clip at twice the bound": clip_doubled,
-    "sigma without C": lambda patch: noise_changed(patch, lambda std: std / 2.0),
-    "no noise": lambda patch: noise_changed(patch, lambda std: 0.0),
+    "sigma without C": lambda std: std / 2.0,
+    "no noise": lambda std: 0.0,
 }
 
 
 @pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.slow
 def test_planted_bugs_are_found(monkeypatch, bug):
-    BUGS[bug](monkeypatch)
+    noise_changed(monkeypatch, BUGS[bug])
     found = audited()
     assert found.violated
     assert found.verdict.startswith("VIOLATED: the audit found epsilon >= ")
     assert found.audited > found.claimed
 
 
-def test_a_sound_engine_is_consistent_and_its_noise_is_found():
-    found = audited(confidence=0.9999)
+@pytest.fixture(scope="module")
+def sound():
+    """An audit of a sound engine: what it found, the user's model, and whether torch's random state is as before."""
+    model, dataset, state = network(), data(8), torch.get_rng_state()
+    found = audited(model, dataset, draws=300, canaries=4, confidence=0.9999)
+    return found, model, torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_sound_engine_is_consistent_and_its_noise_is_found(sound):
+    found = sound[0]
     assert not found.violated
     assert found.verdict.startswith("consistent: at confidence")
     assert 0.5 < found.white_box.noise_multiplier < 3.0
     assert 0 < found.audited < found.claimed
-    assert len(found.white_box.curve) == 3
-    assert [point.releases for point in found.white_box.curve] == [200, 500, 600]
+    assert [point.releases for point in found.white_box.curve] == [200, 300]
+
+
+def test_figures_are_plain_and_name_every_bound(sound):
+    figures = json.loads(json.dumps(plain(sound[0].figures()), allow_nan=False))
+    assert [(bound["method"], bound["about"]) for bound in figures["bounds"]] == [
+        ("clopper-pearson", "trial"), ("gaussian", "trial"), ("gaussian", "training"), ("one-run", "training"),
+        ("one-run f-DP", "training"),
+    ]  # fmt: skip
+    assert figures["white_box"]["curve"][-1]["releases"] == 300
+    assert figures["audited_epsilon"] <= figures["claimed_epsilon"]
+
+
+def test_the_user_s_model_and_torch_s_numbers_are_left_alone(sound):
+    _, model, same_state = sound
+    assert same_state
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Tanh, nn.Linear]
+    assert all(torch.equal(value, network().state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None and p._backward_hooks is None for p in model.parameters())
+    assert model.training
 
 
 @pytest.mark.slow
@@ -234,9 +246,9 @@ def test_scores_by_turns_are_log_likelihood_ratios_of_what_is_released(name):
     assert found == pytest.approx(np.log(ratios), rel=1e-9)
 
 
-@pytest.mark.parametrize("batch_size", [50, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch_size", [50, 30])
 @pytest.mark.parametrize("sampling", [*BY_TURNS.values(), {"sampling": "poisson"}], ids=[*BY_TURNS, "independent"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.usefixtures("coarse_losses")
 def test_one_run_by_turns_is_held_against_the_engine_s_epsilon_and_finds_a_bug(monkeypatch, sampling, batch_size):
     # So many steps that hardly any canary isn't sampled in one of them: one that never is can only be guessed wrong.
@@ -267,17 +279,6 @@ def test_sampled_composed_and_hardened_trials_hold(options):
     assert found.white_box.noise_multiplier > 0.3
 
 
-def test_the_user_s_model_and_torch_s_numbers_are_left_alone():
-    model, dataset = network(), data(16)
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    audited(model, dataset, draws=100, canaries=4, noise_multiplier=1.0)
-    assert [type(layer) for layer in model] == [nn.Linear, nn.Tanh, nn.Linear]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(p.grad is None and p._backward_hooks is None for p in model.parameters())
-    assert model.training
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.slow
 def test_loaders_group_wise_clipping_and_physical_batches_are_audited():
     found = audited(
@@ -287,17 +288,6 @@ def test_loaders_group_wise_clipping_and_physical_batches_are_audited():
     )  # fmt: skip
     assert found.white_box.noise_multiplier > 0.8
     assert found.one_run.canaries == 4
-
-
-def test_figures_are_plain_and_name_every_bound():
-    found = audited(dataset=data(16), draws=100, canaries=4, noise_multiplier=1.0)
-    figures = json.loads(json.dumps(plain(found.figures()), allow_nan=False))
-    assert [(bound["method"], bound["about"]) for bound in figures["bounds"]] == [
-        ("clopper-pearson", "trial"), ("gaussian", "trial"), ("gaussian", "training"), ("one-run", "training"),
-        ("one-run f-DP", "training"),
-    ]  # fmt: skip
-    assert figures["white_box"]["curve"][-1]["releases"] == 100
-    assert figures["audited_epsilon"] <= figures["claimed_epsilon"]
 
 
 @pytest.mark.parametrize(
@@ -315,16 +305,15 @@ def test_figures_are_plain_and_name_every_bound():
         ({"sampling": "truncated"}, "sampling must be one of 'poisson', 'cyclic_poisson', 'cyclic'; got 'truncated'"),
         ({"correlation": BandedToeplitz(bands=2)}, "bands must be 1 unless sampling="),
         ({"noise": "test"}, "noise must be one of 'standard', 'hardened'; got 'test'"),
+        ({"noise_multiplyer": 1.0}, "unexpected keyword argument 'noise_multiplyer'"),
     ],
 )
 def test_arguments_are_checked_by_name(changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         audited(**{"draws": 0, **changes})
 
 
-def test_an_option_that_no_training_has_and_a_model_that_no_example_moves_are_refused():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'noise_multiplyer'"):
-        audited(noise_multiplyer=1.0)
+def test_a_model_that_no_example_moves_is_refused():
     with pytest.raises(ValueError, match="none of the first 8 examples has a gradient"):
         audited(nn.Sequential(nn.Linear(5, 3), nn.Hardtanh(-1e-30, 1e-30)))
 
