@@ -1,6 +1,7 @@
-"""The noise that is released under correlation: its law over steps, what interrupts it, and what goes with it."""
+"""Correlated noise: its matrices, the law of what is released over steps, what interrupts it, and what goes with it."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -290,9 +291,10 @@ def test_steps_that_were_discarded_keep_the_noise_in_step() -> None:
         ({"schedule": Schedule([Stage(3)])}, "correlation and schedule don't go together"),
         ({"clipping": Adaptive(1.0, count_noise=1.0)}, "correlation and adaptive clipping don't go together"),
         ({"noise": "hardened"}, "correlation and noise=.hardened. don't go together"),
+        ({"correlation": BandedToeplitz(coefficients=[1.0, 1e30])}, "has no bounded inverse over"),
         (
-            {"correlation": BandedToeplitz(coefficients=[1.0, 1e30]), "sampling": "cyclic"},
-            "has no bounded inverse over",
+            {"correlation": None, "sampling": "cyclic", "schedule": Schedule([Stage(3)])},
+            'schedule and sampling="cyclic" or "cyclic_poisson" don.t go together',
         ),
         ({"correlation": 8}, "correlation must be a BandedToeplitz or a BufferedToeplitz; got 8"),
         ({"correlation": BandedToeplitz(bands=7)}, r"bands \* batch_size / population, .* at most 1; got 7 \* 4 / 24"),
@@ -342,3 +344,115 @@ def test_the_noise_of_300_steps_is_that_of_the_matrix() -> None:
     assert_independent(correlation.matrix(steps=steps) @ found)
     errors = np.cumsum(found, 0)
     assert math.sqrt((errors**2).mean()) == pytest.approx(correlation.error(steps=steps), rel=0.1)
+
+
+ROWS = 30
+MATRICES: list[Correlation] = [
+    BandedToeplitz(bands=1),
+    BandedToeplitz(bands=8),
+    BandedToeplitz(bands=40),
+    BandedToeplitz(coefficients=[2.0, 1.0, 0.5]),
+    BandedToeplitz(coefficients=[1.0, -0.4, 0.1]),
+    BufferedToeplitz(buffers=1),
+    BufferedToeplitz(buffers=3),
+]
+
+
+@pytest.mark.parametrize("correlation", MATRICES, ids=repr)
+def test_matrices_are_lower_triangular_with_columns_of_norm_1(correlation: Correlation) -> None:
+    matrix = correlation.matrix(steps=ROWS)
+    assert (matrix.shape, matrix.dtype) == ((ROWS, ROWS), np.float64)
+    assert np.abs(np.linalg.norm(matrix, axis=0) - 1).max() < 1e-14
+    assert not np.triu(matrix, 1).any()
+    if correlation.bands is not None:
+        assert not np.tril(matrix, -correlation.bands).any()
+        assert np.diagonal(matrix, -min(correlation.bands, ROWS) + 1).all()
+    # Toeplitz but for the norms by which columns are divided.
+    series = correlation.series(ROWS)
+    for step, column in enumerate(matrix.T):
+        assert column[step:] == pytest.approx(series[: ROWS - step] / np.linalg.norm(series[: ROWS - step]))
+    prefix = np.tri(ROWS) @ np.linalg.inv(matrix)
+    assert correlation.error(steps=ROWS) == pytest.approx(math.sqrt((prefix**2).sum(1).mean()), rel=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 30, 2000, 10**5])
+def test_one_band_has_the_error_of_independent_noise(steps: int) -> None:
+    assert BandedToeplitz(bands=1).error(steps=steps) == math.sqrt((steps + 1) / 2)
+
+
+@pytest.mark.parametrize("bands", [2, 3, 8])
+def test_no_other_coefficients_nearby_have_a_smaller_error(bands: int) -> None:
+    best, draw = BandedToeplitz(bands=bands), np.random.default_rng(bands)
+    series = best.series(ROWS)[:bands]
+    least = best.error(steps=ROWS)
+    for size in (1e-3, 1e-2, 1e-1):
+        for _ in range(20):
+            other = series + size * draw.standard_normal(bands) * series
+            assert BandedToeplitz(coefficients=other.tolist()).error(steps=ROWS) > least
+
+
+def test_coefficients_of_long_runs_are_better_than_those_of_shorter_ones() -> None:
+    """In memory for a few times the bands of numbers a step."""
+    best, steps = BandedToeplitz(bands=8), 20_000
+    shorter = BandedToeplitz(coefficients=best.series(steps // 4)[:8].tolist())
+    assert 0.99 * shorter.error(steps=steps) < best.error(steps=steps) < shorter.error(steps=steps)
+
+
+def test_errors_fall_with_bands_and_buffers_to_that_of_the_best_toeplitz_matrix() -> None:
+    banded = [BandedToeplitz(bands=bands).error(steps=200) for bands in (1, 2, 4, 8, 16, 200)]
+    buffered = [BufferedToeplitz(buffers=buffers).error(steps=200) for buffers in (1, 2, 3)]
+    assert banded == sorted(banded, reverse=True)
+    assert buffered == sorted(buffered, reverse=True)
+    assert banded[-1] < buffered[-1] < 1.02 * banded[-1]
+
+
+@pytest.mark.parametrize("correlation", MATRICES, ids=repr)
+@pytest.mark.parametrize("separation", [1, 4, 7, 30])
+def test_no_participation_moves_more_than_the_sensitivity(correlation: Correlation, separation: int) -> None:
+    """Random directions and signs, and the adversarial one that lets all columns add up."""
+    matrix, draw = correlation.matrix(steps=ROWS), np.random.default_rng(separation)
+    bound = correlation.sensitivity(ROWS, separation)
+    per_turn = correlation.turn_sensitivity(ROWS, separation)
+    reached = 0.0
+    for first in range(separation):
+        turns = np.arange(first, ROWS, separation)
+        directions = draw.standard_normal((20, len(turns), 3))
+        directions /= np.linalg.norm(directions, axis=-1, keepdims=True)
+        moved = [np.linalg.norm(matrix[:, turns] @ each) for each in directions]
+        moved += [np.linalg.norm(matrix[:, turns] @ signs) for signs in (np.ones(len(turns)), (-1.0) ** turns)]
+        assert max(moved) <= bound * (1 + 1e-12)
+        # What cyclic Poisson sampling is charged for: whichever turns are taken, |C d|^2 is at most their number.
+        for taken in [turns, *(turns[draw.random(len(turns)) < 0.5] for _ in range(20))]:
+            assert np.linalg.norm(matrix[:, taken].sum(1)) <= per_turn * math.sqrt(len(taken)) * (1 + 1e-12)
+        reached = max(reached, *moved)
+    if correlation.bands is not None and correlation.bands <= separation:
+        assert per_turn == pytest.approx(1.0, rel=1e-12)
+    if min(correlation.series(ROWS)) >= 0:
+        assert reached == pytest.approx(bound, rel=1e-12)
+
+
+WHOLE = "must be a whole number >= 1"
+FINITE = "coefficients must be finite numbers, the first of them > 0"
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: BandedToeplitz(bands=0), f"bands {WHOLE}; got 0"),
+    (lambda: BandedToeplitz(bands=1.5), f"bands {WHOLE}"),  # type: ignore[arg-type]
+    (lambda: BandedToeplitz(bands=True), f"bands {WHOLE}"),
+    (lambda: BandedToeplitz(bands="all"), f"bands {WHOLE}, or \"auto\"; got 'all'"),  # type: ignore[arg-type]
+    *((lambda given=given: BandedToeplitz(coefficients=given), FINITE) for given in ([], [0.0, 1.0], [1.0, math.nan])),
+    (lambda: BandedToeplitz(bands="auto").matrix(steps=3), ".*chosen by a PrivacyEngine"),
+    (lambda: BandedToeplitz().error(steps=0), f"steps {WHOLE}; got 0"),
+    (lambda: BufferedToeplitz(buffers=0), f"buffers {WHOLE}; got 0"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_arguments_are_checked(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+        call()
+
+
+def test_names_are_short() -> None:
+    assert repr(BandedToeplitz(bands="auto")) == "BandedToeplitz(bands='auto')"
+    assert repr(BandedToeplitz(coefficients=[1, 0.5])) == "BandedToeplitz(coefficients=[1.0, 0.5])"
+    assert repr(BufferedToeplitz()) == "BufferedToeplitz(buffers=3)"
+    assert BandedToeplitz() == BandedToeplitz(bands=8)

@@ -230,30 +230,21 @@ def _pair_up(examples: list[tuple[int, int]]) -> dict[str, list[int]]:
 
 def _worker_number() -> int:
     info = torch.utils.data.get_worker_info()
-    return -1 if info is None else info.id + info.dataset.first  # type: ignore[attr-defined]
+    return info.id + info.dataset.first  # type: ignore[attr-defined,union-attr]
 
 
 def _start_at_100(worker: int) -> None:
     torch.utils.data.get_worker_info().dataset.first = 100  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    "options", [{"batch_size": 8, "shuffle": True}, {"batch_sampler": BatchSampler(RandomSampler(Squares()), 8, False)}]
-)
-def test_collate_fn_and_batch_size_of_a_loader_are_kept(options: dict[str, Any]) -> None:
-    loader = taken_over(DataLoader(Squares(), collate_fn=_pair_up, **options))
-    assert loader.batch_size == 8
-    part = next(part for batch in loader for part in batch.physical())
-    assert part["square"] == [number**2 for number in part["number"]]
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
-def test_workers_are_kept_and_batches_stay_in_step() -> None:
+def test_batch_size_collation_and_workers_of_a_loader_are_kept() -> None:
     given = DataLoader(
-        Squares(), 10, collate_fn=_pair_up, num_workers=2, worker_init_fn=_start_at_100, persistent_workers=True
-    )
-    loader = taken_over(given, max_physical_batch_size=3)
-    seen = set()
+        SQUARES, batch_sampler=BatchSampler(RandomSampler(SQUARES), 10, False), collate_fn=_pair_up,
+        num_workers=2, worker_init_fn=_start_at_100, persistent_workers=True,
+    )  # fmt: skip
+    loader, seen = taken_over(given, max_physical_batch_size=3), set()
+    assert loader.batch_size == 10
     for _ in range(2):
         for step, batch in enumerate(loader):
             for part, size in zip(batch.physical(), batch.sizes, strict=True):
@@ -306,12 +297,6 @@ def test_other_samplers_are_refused_with_a_remedy(loader: DataLoader[Any], says:
     assert re.search(says, str(caught.value))
 
 
-@pytest.mark.parametrize("data", [Stream(), DataLoader(Stream(), 2), iter([1, 2])])
-def test_streams_are_refused_with_a_remedy(data: Any) -> None:
-    with pytest.raises(PrivacyError, match=r"can't be read at random.*map-style dataset"):
-        LogicalBatches(data, batch_size=2)
-
-
 CUT: dict[str, Any] = {"sampling": "truncated"}
 
 
@@ -319,6 +304,8 @@ CUT: dict[str, Any] = {"sampling": "truncated"}
     ("data", "options", "message"),
     [
         ([], {}, "the dataset is empty"),
+        (Stream(), {}, ".*can't be read at random.*map-style dataset"),
+        (DataLoader(Stream(), 2), {}, ".*can't be read at random.*map-style dataset"),
         (SQUARES, {"batch_size": None}, "batch_size must be given with a dataset"),
         (SQUARES, {"batch_size": 41}, r"batch_size must be at most len\(dataset\) = 40; got 41"),
         (DataLoader(SQUARES, batch_sampler=[[0, 1], [2]]), {"batch_size": None}, ".* no batch_size to take over"),
@@ -352,24 +339,6 @@ def test_leaving_a_logical_batch_is_reported_and_the_next_one_is_whole() -> None
         break
     assert torch.equal(torch.cat([part[0] for part in next(epoch).physical()]), whole[1])
     owner.left.assert_called_once_with(left, None)
-
-
-class FailsOnce(Squares):
-    failed = False
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        if not self.failed:
-            self.failed = True
-            raise OSError("unreadable")
-        return super().__getitem__(index)
-
-
-def test_a_batch_that_fails_to_load_does_not_shift_the_next() -> None:
-    epoch = iter(LogicalBatches(FailsOnce(), batch_size=20, max_physical_batch_size=4))
-    with pytest.raises(OSError, match="unreadable"):
-        next(next(epoch).physical())
-    batch = next(epoch)
-    assert [len(part[0]) for part in batch.physical()] == batch.sizes
 
 
 def test_a_batch_is_used_once_and_in_its_turn() -> None:

@@ -31,11 +31,6 @@ CANDIDATES = ["a", "b", "c"]
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "search.ledger"
-
-
-@pytest.fixture
 def five(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Draws five runs, and notes each draw."""
     drawn: list[float] = []
