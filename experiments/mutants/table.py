@@ -471,7 +471,7 @@ ENGINE = [
         "ghostclip/engine/adaptation.py",
         "JointGaussian(",
         "(lambda *parts, **_: parts[0])(",
-        ("tests/clipper/test_adaptive.py", "-k", "charged"),
+        ("tests/engine/test_schedule.py", "-k", "counts_of_adaptive"),
     ),
     Mutant(
         "counts of many groups charged as one",

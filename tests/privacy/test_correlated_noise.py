@@ -157,15 +157,17 @@ def turns(count: int) -> float:
 def test_a_checkpoint_older_than_the_last_release_begins_a_new_mechanism(tmp_path: Any) -> None:
     """Its history of noise was used by steps after it; going on with it would release them twice over."""
     correlation, ledger = BandedToeplitz(bands=3), Ledger(tmp_path / "run.ledger", block=1)
-    engine, exact, late = (engine_for(correlation, ledger=ledger) for _ in range(3))
+    engine = engine_for(correlation, ledger=ledger)
     runs.train(engine, 4, nothing)
     engine.save(tmp_path / "saved")
     (begun,) = engine.events
     engine.detach()
+    exact = engine_for(correlation, ledger=ledger)
     exact.restore(tmp_path / "saved")
     runs.train(exact, 1, nothing)
     assert {mechanism_of(event) for event in exact.events} == {mechanism_of(begun)}  # nothing was released since
     assert exact.epsilon(accountant="rdp") == turns(2)  # 5 steps of one mechanism with 3 bands
+    late = engine_for(correlation, ledger=ledger)
     late.restore(tmp_path / "saved")
     assert_independent(correlation.matrix(steps=STEPS)[:4, :4] @ released(late, 4))
     assert len({mechanism_of(event) for event in late.events}) == 2

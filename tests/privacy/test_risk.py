@@ -1,6 +1,7 @@
 """Bounds for membership attacks: the Gaussian mechanism in closed form, one step by thresholds, engine, edges."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,19 +65,19 @@ def test_bounds_are_those_of_riskcal() -> None:
     assert found.advantage == pytest.approx(analysis.get_advantage_for_dpsgd(**setting, num_steps=100), abs=1e-9)
 
 
+KINDS = [
+    SampledGaussian(0.05, 2.0, 40),
+    FixedSizeGaussian(0.05, 2.0, 40),
+    TruncatedGaussian(0.05, 2.0, 40, dataset_size=1000, max_batch_size=70),
+]
+
+
 @pytest.mark.parametrize("relation", RELATIONS)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        lambda relation: SampledGaussian(0.05, 2.0, 40, relation),
-        lambda relation: FixedSizeGaussian(0.05, 2.0, 40, relation),
-        lambda relation: TruncatedGaussian(0.05, 2.0, 40, relation, dataset_size=1000, max_batch_size=70),
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("coarse_losses")
 def test_bounds_follow_from_every_epsilon_of_the_same_distribution(relation: str, kind: Any) -> None:
     """TPR <= exp(eps) FPR + delta and 1 - FPR <= exp(eps) (1 - TPR) + delta; the bound is the least of all of these."""
-    event = kind(relation)
+    event = replace(kind, relation=relation)
     found = risk_of([event])
     losses = composed([event], grid_interval([event]))
     points = [(float(losses.get_epsilon_for_delta(delta)), delta) for delta in np.geomspace(1e-8, 0.2, 12)]
