@@ -73,14 +73,15 @@ def engine_for(
     return engine
 
 
-def released(engine: PrivacyEngine, steps: int = STEPS) -> np.ndarray:
-    """[steps, numbers]: a mechanism's noise from its first step on, over what it would be without correlation."""
-    growth = np.linalg.norm(np.linalg.inv(engine.correlation.matrix.matrix(steps=STEPS)), axis=1)
+def released(engine: PrivacyEngine, steps: int = STEPS, clipping: Any = 2.0) -> np.ndarray:
+    """[steps, numbers]: the noise in sums, over what its standard deviation would be without correlation."""
+    plain = engine_for(None, "poisson", clipping=clipping)
+    stds = [plain.noise_std(p) * plain.batch_size / engine.batch_size for p in plain.model.parameters()]
     found: list[np.ndarray] = []
 
     def note() -> None:
-        own = [p.grad.double().flatten() / engine.noise_std(p) for p in engine.model.parameters()]
-        found.append(torch.cat(own).numpy() * growth[len(found)])
+        own = [p.grad.double().flatten() / std for p, std in zip(engine.model.parameters(), stds, strict=True)]
+        found.append(torch.cat(own).numpy())
 
     runs.on_step(engine.optimizer, note)
     runs.train(engine, steps, nothing)
@@ -104,7 +105,8 @@ def test_c_times_the_released_noise_is_independent(name: str, monkeypatch: pytes
     interpret(monkeypatch)
     correlation, sampling, options = CASES[name]
     engine = engine_for(correlation, sampling, **options)
-    noise, matrix = released(engine), correlation.matrix(steps=STEPS)
+    noise = released(engine, clipping=options.get("clipping", 2.0))
+    matrix = correlation.matrix(steps=STEPS)
     assert_independent(matrix @ noise)
     covariance, expected = noise @ noise.T / noise.shape[1], np.linalg.inv(matrix.T @ matrix)
     scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)) + expected**2) / math.sqrt(noise.shape[1])
