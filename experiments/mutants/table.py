@@ -24,6 +24,7 @@ class Mutant:
 
 
 PITFALLS = ("tests/privacy/test_pitfalls.py",)
+NOISE_OF_STEPS = ("tests/engine/test_engine.py", "-k", "noise")
 LINES = ("tests/clipper/test_check_lines.py",)
 CLIPPER = ("tests/clipper/test_clipper.py",)
 ROUNDING = ("tests/laws/test_rounding.py",)
@@ -41,7 +42,7 @@ COLLATED, KEPT_STATE = ("tests/engine/test_collated.py",), ("tests/engine/test_k
 JOURNAL, RECORDS = "ghostclip/ledger/journal.py", "ghostclip/ledger/records.py"
 AUDITS_BY_TURNS = ("tests/privacy/test_audit.py", "-k", "turns")
 LEDGER = ("tests/privacy/test_ledger.py", "tests/privacy/test_ledger_damage.py")
-CHECKPOINT = ("tests/privacy/test_engine_checkpoint.py", "tests/privacy/test_checkpoint_spending.py")
+CHECKPOINT = ("tests/privacy/test_engine_checkpoint.py",)
 
 CLIPPING = [
     Mutant(
@@ -327,21 +328,21 @@ ENGINE = [
         RELEASE,
         "std, batch_size = self.settings.noise_multiplier * self.sensitivity, self.settings.batch_size\n",
         "std, batch_size = self.settings.noise_multiplier, self.settings.batch_size\n",
-        PITFALLS,
+        NOISE_OF_STEPS,
     ),
     Mutant(
         "noise twice",
         RELEASE,
         "private = self._noise.release(sums + counts, std, batch_size)",
         "private = self._noise.release(self._noise.release(sums + counts, std, batch_size), std / batch_size)",
-        PITFALLS,
+        NOISE_OF_STEPS,
     ),
     Mutant(
         "noise never",
         RELEASE,
         "private = self._noise.release(sums + counts, std, batch_size)",
         "private = self._noise.release(sums + counts, 0.0, batch_size)",
-        PITFALLS,
+        NOISE_OF_STEPS,
     ),
     Mutant(
         "realised denominator",
@@ -357,7 +358,7 @@ ENGINE = [
         STEP,
         "self.release.sensitivity = max(self.release.sensitivity, result.sensitivity)",
         "self.release.sensitivity = min(1.0, result.sensitivity)",
-        PITFALLS,
+        NOISE_OF_STEPS,
     ),
     Mutant(
         "unused parameters without noise",
@@ -470,7 +471,7 @@ ENGINE = [
         "ghostclip/engine/adaptation.py",
         "JointGaussian(",
         "(lambda *parts, **_: parts[0])(",
-        PITFALLS,
+        ("tests/engine/test_schedule.py", "-k", "counts_of_adaptive"),
     ),
     Mutant(
         "counts of many groups charged as one",
@@ -578,14 +579,14 @@ ACCOUNTING = [
         SPENDING,
         "        self._own[settings.event] += 1\n",
         "        self._own[settings.event] += self.steps % 2 == 0\n",
-        ("tests/privacy/test_checkpoint_spending.py", "-k", "older"),
+        ("tests/privacy/test_engine_checkpoint.py", "-k", "older"),
     ),
     Mutant(
         "restore takes the charges back",
         "ghostclip/engine/snapshots.py",
         "        self.spending.add(_spent_in(found), _noises_in(found))\n",
         "        self.spending._own.clear()\n        self.spending.add(_spent_in(found), _noises_in(found))\n",
-        ("tests/privacy/test_checkpoint_spending.py", "-k", "older"),
+        ("tests/privacy/test_engine_checkpoint.py", "-k", "older"),
     ),
     Mutant(
         "reset on load",
@@ -599,7 +600,7 @@ ACCOUNTING = [
         "ghostclip/engine/snapshots.py",
         "        if not ledger.contains(head):\n",
         "        if False:\n",
-        ("tests/privacy/test_checkpoint_spending.py", "tests/engine/test_faults.py"),
+        ("tests/privacy/test_engine_checkpoint.py", "tests/engine/test_faults.py"),
     ),
     Mutant(
         "step lost from the ledger",
@@ -625,7 +626,7 @@ ACCOUNTING = [
         RECORDS,
         "hashlib.sha256(before.encode() + body)",
         "hashlib.sha256(body)",
-        ("tests/privacy/test_pitfalls.py",),
+        ("tests/privacy/test_ledger_damage.py", "-k", "damage"),
     ),
     Mutant(
         "the budget is not asked",
@@ -3456,7 +3457,7 @@ BY_MARKS = [
         "ghostclip/engine/snapshots.py",
         '        if stored.private["users"] != self.loader.units_digest:\n',
         "        if False:\n",
-        ("tests/privacy/test_checkpoint_spending.py", "-k", "users_with_other_rows"),
+        ("tests/privacy/test_engine_checkpoint.py", "-k", "users_with_other_rows"),
     ),
     Mutant(
         "quantiles of one engine's data begin another's",
@@ -3908,14 +3909,14 @@ CHOSEN_PRIVATELY = [
         "ghostclip/audit/trade_off.py",
         "least_false(min(right, 1.0))",
         "least_false(min(right + false, 1.0))",
-        ("tests/privacy/test_audit_trade_off.py",),
+        ("tests/privacy/test_audit.py", "-k", "recursion"),
     ),
     Mutant(
         "probability beyond the correct guesses stands where all guesses are right",
         "ghostclip/audit/trade_off.py",
         "right += j / (r - j) * (needed - false)",
         "right += needed - false",
-        ("tests/privacy/test_audit_trade_off.py",),
+        ("tests/privacy/test_audit.py", "-k", "recursion"),
     ),
     Mutant(
         "an audit looks along rows of C in place of columns",
@@ -4048,7 +4049,9 @@ CHOSEN_PRIVATELY = [
 
 CORRELATED = ("tests/privacy/test_correlated_noise.py",)
 HISTORY, MECHANISM = "ghostclip/noise/history.py", "ghostclip/engine/mechanism.py"
-BY_TURNS = ("tests/privacy/test_cyclic_accounting.py", "tests/privacy/test_cyclic_sampling.py")
+BY_TURNS = (
+    "tests/privacy/test_accounting.py", "tests/privacy/test_engine_sampling.py", "-k", "turns or group or drawn",
+)  # fmt: skip
 
 NOISE_OVER_STEPS = [
     Mutant(
@@ -4056,7 +4059,7 @@ NOISE_OVER_STEPS = [
         "ghostclip/noise/correlation.py",
         "return np.sqrt(np.cumsum(self.series(steps) ** 2))[::-1]",
         "return np.full(steps, np.linalg.norm(self.series(steps)))",
-        ("tests/privacy/test_correlation.py",),
+        ("tests/privacy/test_correlated_noise.py", "-k", "matrices"),
     ),
     Mutant(
         "noise not multiplied by the norms of columns",

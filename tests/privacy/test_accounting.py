@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import dp_accounting
@@ -13,7 +14,21 @@ from scipy import stats
 
 from ghostclip import accounting
 from ghostclip.accounting import losses
-from ghostclip.events import RELATIONS, FixedSizeGaussian, JointGaussian, SampledGaussian, TruncatedGaussian, merged
+from ghostclip.errors import LedgerError
+from ghostclip.events import (
+    RELATIONS,
+    CyclicGaussian,
+    CyclicPoissonGaussian,
+    Event,
+    FixedSizeGaussian,
+    JointGaussian,
+    SampledGaussian,
+    TruncatedGaussian,
+    mechanism_of,
+    merged,
+    within,
+)
+from ghostclip.ledger.records import encoded
 
 SETTING: dict[str, Any] = {"noise_multiplier": 1.3, "sample_rate": 0.05, "steps": 100, "delta": 1e-5}
 TRUNCATED: dict[str, Any] = {"sampling": "truncated", "dataset_size": 2000, "max_batch_size": 140}
@@ -30,7 +45,7 @@ def by_dp_accounting(accountant: str, relation: str, event: Any, steps: int, del
 
 
 GRID = [pytest.param(seed, accountant, marks=() if (seed, accountant) in ((0, "pld"), (1, "rdp")) else pytest.mark.slow)
-        for seed in range(40) for accountant in ("pld", "rdp")]  # fmt: skip
+        for seed in range(12) for accountant in ("pld", "rdp")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("seed", "accountant"), GRID)
@@ -69,7 +84,7 @@ FIXED_SIZE = [{"sampling": "without_replacement", "neighboring": relation} for r
 
 @pytest.mark.parametrize(("sigma", "rate", "target"), [(1, 0.1, 0.5), (2, 0.3, 0.2), (1.5, 0.9, 0.5), (3, 0.01, 0.01)])
 @pytest.mark.parametrize("options", [{}, *FIXED_SIZE])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_one_step_by_an_independent_formula(sigma: float, rate: float, target: float, options: dict[str, Any]) -> None:
     """Whoever replaces an example, or leaves it out where another one takes its place, moves the sum by twice C."""
     noise, delta = (2 * sigma if options else sigma), one_step_delta(target, sigma, rate)
@@ -95,7 +110,7 @@ def test_the_full_batch_is_the_gaussian_mechanism(options: dict[str, Any], moved
     assert exact <= got <= exact * (1 + 1e-4)
 
 
-@pytest.mark.parametrize("delta", [1e-9, 1e-5, 0.2])
+@pytest.mark.parametrize("delta", [1e-9, 0.2])
 def test_releases_over_all_data_are_one_gaussian_release(delta: float) -> None:
     """Of several kinds together, and exactly: what distributions on a grid give is above it by their width."""
     events = [SampledGaussian(1.0, 5.0, 8), SampledGaussian(1.0, 7.0, 3), SampledGaussian(1.0, 40.0)]
@@ -119,8 +134,11 @@ def test_releases_over_all_data_are_one_gaussian_release(delta: float) -> None:
         (0.8, 20, {"accountant": "rdp", "sampling": "without_replacement"}),
         (0.05, 4, {"accountant": "rdp", "sample_rate": 0.3}),  # far from the first guess
         (30.0, 4, {"accountant": "rdp", "sample_rate": 0.3}),
+        (2.0, 100, {"sampling": "cyclic_poisson", "bands": 8, "sample_rate": 0.02}),
+        (2.0, 100, {"sampling": "cyclic", "bands": 80, "sample_rate": 0.02}),
     ],
 )
+@pytest.mark.usefixtures("coarse_losses")
 def test_noise_and_steps_invert_epsilon(target: float, steps: int, options: dict[str, Any]) -> None:
     common: dict[str, Any] = {"sample_rate": 0.05, "delta": 1e-5, **options}
     noise = accounting.noise_multiplier(target_epsilon=target, steps=steps, **common)
@@ -163,6 +181,7 @@ def test_joint_releases_are_one_of_less_noise() -> None:
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.usefixtures("coarse_losses")
 def test_epsilon_over_time_is_epsilon_at_each_step(accountant: str) -> None:
     setting = {**SETTING, "noise_multiplier": 3.0, "accountant": accountant}
     marks, spent = accounting.epsilon_over_time(**setting, points=4)
@@ -173,31 +192,39 @@ def test_epsilon_over_time_is_epsilon_at_each_step(accountant: str) -> None:
     assert accounting.epsilon_over_time(**{**setting, "steps": 2}, points=50)[0] == [0, 1, 2]
 
 
-def test_guarantees_in_words_name_what_they_are_about() -> None:
-    said = accounting.guarantee([SampledGaussian(0.05, 3.0, 100)], delta=1e-5, accountant="rdp")
-    assert said == (
-        f"epsilon {accounting.epsilon(**{**SETTING, 'noise_multiplier': 3.0}, accountant='rdp'):.4g} (RDP) at delta "
-        "1e-05, after 100 steps over Poisson samples at rate 0.05 with noise multiplier 3. Neighbouring data sets "
-        "differ by the presence of one example (add_or_remove_one)."
+ONE, SAMPLED = SampledGaussian(0.05, 3.0), SampledGaussian(0.05, 3.0, 100)
+WORDS: list[tuple[Event, str]] = [
+    (SAMPLED, "100 steps over Poisson samples at rate 0.05 with noise multiplier 3"),
+    (FixedSizeGaussian(0.05, 3.0, 2), "drawn without replacement, at rate 0.05"),
+    (TruncatedGaussian(0.05, 3.0, dataset_size=10, max_batch_size=4), "cut down to 4"),
+    (JointGaussian((ONE, replace(ONE, noise_multiplier=4.0))), "multipliers 3, 4 in one release (2.4 together)"),
+    (
+        CyclicPoissonGaussian(0.16, 1.3, 9, separation=8, correlation="BandedToeplitz(bands=8)"),
+        "9 steps over Poisson samples of 8 groups in turn at rate 0.16 with noise multiplier 1.3, correlated by "
+        "BandedToeplitz(bands=8)",
+    ),
+    (
+        CyclicGaussian(1.0, 2.0, separation=4, sensitivity=1.25, correlation="BufferedToeplitz(buffers=3)"),
+        "batches in a fixed order, each example once in 4 steps, at rate 1 with noise multiplier 2, correlated by "
+        "BufferedToeplitz(buffers=3) of sensitivity 1.25",
+    ),
+]
+
+
+@pytest.mark.parametrize(("event", "words"), WORDS)
+def test_guarantees_in_words_name_the_sampling(event: Event, words: str) -> None:
+    assert words in accounting.guarantee([event], delta=1e-5, accountant="rdp")
+
+
+def test_guarantees_in_words_name_epsilon_and_what_is_protected() -> None:
+    spent = accounting.epsilon_of([SAMPLED], delta=1e-5, accountant="rdp")
+    assert accounting.guarantee([SAMPLED], delta=1e-5, accountant="rdp") == (
+        f"epsilon {spent:.4g} (RDP) at delta 1e-05, after {WORDS[0][1]}. Neighbouring data sets differ by the presence "
+        "of one example (add_or_remove_one)."
     )
     fixed = FixedSizeGaussian(0.05, 3.0, 2, "replace_one")
-    cut = TruncatedGaussian(0.05, 3.0, dataset_size=10, max_batch_size=4)
-    assert "drawn without replacement, at rate 0.05" in accounting.samples(fixed)
     assert accounting.neighbours(fixed).endswith("differ in what one example is (replace_one).")
-    assert "cut down to 4" in accounting.samples(cut)
-    joint = JointGaussian((SampledGaussian(0.05, 3.0), SampledGaussian(0.05, 4.0)))
-    assert "noise multipliers 3, 4 in one release (2.4 together)" in accounting.samples(joint)
     assert accounting.guarantee([], delta=0.1).endswith("nothing was released")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accountant", accounting.ACCOUNTANTS)
-def test_noise_beyond_floating_point_is_bounded(accountant: str) -> None:
-    common: dict[str, Any] = {"sample_rate": 0.01, "steps": 10, "delta": 1e-5, "accountant": accountant}
-    assert accounting.epsilon(noise_multiplier=1e-200, **common) == math.inf
-    assert accounting.epsilon(noise_multiplier=1e200, **common) == accounting.epsilon(noise_multiplier=1e12, **common)
-    del common["steps"]
-    assert accounting.max_steps(noise_multiplier=1e-200, target_epsilon=3.0, **common) == 0
 
 
 def test_more_steps_than_are_composed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,14 +240,12 @@ def test_more_steps_than_are_composed_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert spent(10**7 + 7) < spent(10**7 + 7, "rdp")
 
 
-def test_a_coarse_grid_is_composed_as_dp_accounting_does() -> None:
-    expected = losses.of_one_release(SampledGaussian(0.01, 5.0), 1e-3).self_compose(5_000)
-    found = losses.composed([SampledGaussian(0.01, 5.0, 5_000)], 1e-3)
-    assert found.get_epsilon_for_delta(1e-5) == expected.get_epsilon_for_delta(1e-5)
-
-
 def test_targets_at_the_ends() -> None:
     common: dict[str, Any] = {"delta": 1e-5, "accountant": "rdp"}
+    step: dict[str, Any] = {"sample_rate": 0.01, "steps": 10, **common}
+    assert accounting.epsilon(noise_multiplier=1e-200, **step) == math.inf
+    assert accounting.epsilon(noise_multiplier=1e200, **step) == accounting.epsilon(noise_multiplier=1e12, **step)
+    assert accounting.max_steps(noise_multiplier=1e-200, target_epsilon=3.0, sample_rate=0.01, **common) == 0
     found = accounting.noise_multiplier(target_epsilon=1e300, sample_rate=0.5, steps=1, **common)
     assert found == pytest.approx(0.01)
     assert accounting.max_steps(target_epsilon=0.1, noise_multiplier=0.5, sample_rate=1.0, **common) == 0
@@ -240,7 +265,7 @@ FUNCTIONS = (
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, -math.inf, True, "1", "nan", None, [1.0], 0.5j])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, True, "1", None, 0.5j])
 def test_values_out_of_range_are_named(name: str, value: Any) -> None:
     for function in FUNCTIONS:
         taken = {key: EVERYTHING[key] for key in EVERYTHING if key in inspect.signature(function).parameters}
@@ -265,10 +290,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: accounting.epsilon(**SETTING, max_batch_size=100), "^max_batch_size must be left out unless sampling="),
     (lambda: accounting.epsilon(**SETTING, **{**TRUNCATED, "dataset_size": None}), "^dataset_size must be given with"),
     (lambda: accounting.epsilon(**SETTING, **{**TRUNCATED, "max_batch_size": None}), "^max_batch_size must be given"),
-    (
-        lambda: accounting.epsilon(**{**SETTING, "noise_multiplier": 0.0}),
-        "noise_multiplier must be a finite number > 0",
-    ),
+    (lambda: accounting.epsilon(**{**SETTING, "noise_multiplier": 0.0}), "noise_multiplier must be a finite number > "),
     (lambda: accounting.epsilon(**SETTING, accountant="gdp"), "accountant must be one of 'pld', 'rdp'; got 'gdp'"),
     (lambda: accounting.epsilon(1.0, 0.01, 10, 1e-5), "positional argument"),  # type: ignore[misc]
     (lambda: spent_on(SampledGaussian(0.1, 1.0, relation="replace_one")), "must be about the same neighbours"),
@@ -290,7 +312,82 @@ def test_what_has_no_epsilon_is_refused(call: Callable[[], Any], message: str) -
         call()
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_no_remarks_of_the_accountant_reach_the_user(caplog):
     setting = {"noise_multiplier": 1.19, "sample_rate": 0.1, "steps": 30, "delta": 1e-5}
     assert accounting.epsilon(**setting, accountant="rdp") > accounting.epsilon(**setting)
     assert caplog.records == []
+
+
+IN_TURN: dict[str, Any] = {"noise_multiplier": 1.3, "sample_rate": 0.02, "steps": 100, "delta": 1e-5}
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize(("bands", "steps"), [(1, 100), (8, 96), (8, 97), (50, 30), (3, 1)])
+@pytest.mark.one_in(3)
+def test_epsilon_is_that_of_as_many_poisson_samples_as_turns(bands: int, steps: int, accountant: str) -> None:
+    kind = pld.PLDAccountant if accountant == "pld" else rdp.RdpAccountant
+    spent = kind(neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    gaussian = dp_accounting.GaussianDpEvent(1.3)
+    event = gaussian if bands == 50 else dp_accounting.PoissonSampledDpEvent(bands * 0.02, gaussian)
+    spent.compose(event, math.ceil(steps / bands))
+    options = {**IN_TURN, "steps": steps, "accountant": accountant}
+    got = accounting.epsilon(**options, sampling="cyclic_poisson", bands=bands)
+    assert got == pytest.approx(spent.get_epsilon(1e-5), rel=1e-7)
+
+
+@pytest.mark.parametrize(("steps", "bands", "squared"), [(50, 1, 1), (51, 1, 2), (200, 50, 4), (200, 51, 12)])
+def test_cyclic_batches_are_one_gaussian_release(steps: int, bands: int, squared: int) -> None:
+    """Its sensitivity is the root of the number of turns; where columns share rows, more by how many meet."""
+    noise = 6.0
+    got = accounting.epsilon(**{**IN_TURN, "steps": steps, "noise_multiplier": noise}, sampling="cyclic", bands=bands)
+    expected = gaussian_mechanism.get_epsilon_gaussian(noise / math.sqrt(squared), 1e-5)
+    assert got == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling": "cyclic_poisson", "bands": 51}, r"bands \* sample_rate, .* at most 1; got 1.02.*50 bands"),
+        ({"sampling": "cyclic_poisson", "bands": 0}, "bands must be a whole number >= 1; got 0"),
+        ({"bands": 2}, r'bands must be 1 unless sampling="cyclic_poisson" or "cyclic"; got 2'),
+        ({"sampling": "truncated", "bands": 2}, "bands must be 1 unless"),
+    ],
+)
+def test_bands_are_checked(options: dict[str, Any], message: str) -> None:
+    kinds = {"epsilon": "target_epsilon", "noise_multiplier": "noise_multiplier", "max_steps": "steps"}
+    for function, left_out in kinds.items():
+        given = {name: value for name, value in {**IN_TURN, "target_epsilon": 1.0}.items() if name != left_out}
+        with pytest.raises(ValueError, match=f"^{message}"):
+            getattr(accounting, function)(**given, **options)
+
+
+def turns(*events: Any) -> float:
+    return accounting.epsilon_of(events, delta=1e-5, accountant="rdp")
+
+
+def test_steps_add_up_to_turns_within_one_mechanism_only() -> None:
+    """Three steps of two runs each are a turn each, and six steps of one run are one turn."""
+    step = CyclicPoissonGaussian(0.16, 1.3, separation=8, mechanism="one")
+    once, twice = (accounting.epsilon_of([SampledGaussian(0.16, 1.3, n)], delta=1e-5, accountant="rdp") for n in (1, 2))
+    assert turns(replace(step, count=6)) == turns(*[step] * 6) == turns(replace(step, count=8)) == once
+    assert turns(replace(step, count=3), replace(step, count=3, mechanism="two")) == twice
+    assert turns(replace(step, count=9)) == twice
+    unnamed = replace(step, count=3, mechanism="")
+    assert turns(unnamed, unnamed) == twice
+    with pytest.raises(LedgerError, match="without a mechanism can't be written to a ledger"):
+        encoded(unnamed)
+    with pytest.raises(LedgerError, match="without a mechanism"):
+        encoded(JointGaussian((replace(unnamed, count=1),)))
+
+
+def test_a_sensitivity_above_1_counts_as_less_noise() -> None:
+    event = CyclicGaussian(1.0, 3.0, 7, separation=4, sensitivity=1.5, mechanism="one")
+    assert event.turns == SampledGaussian(1.0, 2.0 / math.sqrt(2))
+    joint = JointGaussian((replace(event, count=1, sensitivity=1.0, noise_multiplier=z) for z in (3.0, 4.0)), 7)  # type: ignore[arg-type]
+    assert turns(joint) == pytest.approx(turns(SampledGaussian(1.0, 2.4, 2)), rel=1e-12)
+    assert mechanism_of(joint) == "one"
+    assert mechanism_of(SampledGaussian(0.1, 1.0)) is None
+    renamed = within(joint, "two")
+    assert {part.mechanism for part in renamed.events} == {"two"}
+    assert within(SampledGaussian(0.1, 1.0), "two") == SampledGaussian(0.1, 1.0)

@@ -1,6 +1,7 @@
-"""The noise that is released under correlation: its law over steps, what interrupts it, and what goes with it."""
+"""Correlated noise: its matrices, the law of what is released over steps, what interrupts it, and what goes with it."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,22 @@ pytestmark = pytest.mark.usefixtures("coarse_losses")
 # A false alarm once in a hundred thousand runs for each test.
 RARE = 1e-5
 STEPS = 12
-CORRELATIONS: list[tuple[Correlation, str]] = [
-    (BandedToeplitz(bands=3), "cyclic_poisson"),
-    (BandedToeplitz(coefficients=[1.0, 0.5, -0.3]), "cyclic"),
-    (BufferedToeplitz(buffers=2), "cyclic"),
-]
-NAMES = [f"{correlation!r}-{sampling}" for correlation, sampling in CORRELATIONS]
+CORRELATIONS: dict[str, tuple[Correlation, str]] = {
+    "bands": (BandedToeplitz(bands=3), "cyclic_poisson"),
+    "coefficients": (BandedToeplitz(coefficients=[1.0, 0.5, -0.3]), "cyclic"),
+    "buffers": (BufferedToeplitz(buffers=2), "cyclic"),
+}
+# What else releases noise of three bands.
+WAYS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": torch.float32},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "users": {"batch_size": 2, "unit_ids": [row // 2 for row in range(24)]},
+    "groups with noise of their own": {"clipping": Composed(thresholds=2.0, noise=OptimalNoise())},
+    "compiled": {"compiled": True},
+}
+CASES = {name: (*case, {}) for name, case in CORRELATIONS.items()} | {
+    name: (*CORRELATIONS["bands"], way) for name, way in WAYS.items()
+}
 
 
 def squares(model: nn.Module, examples: list[Tensor]) -> Tensor:
@@ -44,8 +55,9 @@ def nothing(model: nn.Module, examples: list[Tensor]) -> Tensor:
 
 
 def engine_for(
-    correlation: Correlation | None, sampling: str, dtype: torch.dtype = torch.float64, **changes: Any
-) -> Any:
+    correlation: Correlation | None, sampling: str = "cyclic_poisson", dtype: torch.dtype = torch.float64,
+    compiled: bool = False, **changes: Any,
+) -> Any:  # fmt: skip
     options: dict[str, Any] = {
         "batch_size": 4, "noise_multiplier": 1.5, "clipping": 2.0, "steps": STEPS, "sampling": sampling,
         "correlation": correlation, "self_check": False, **changes,
@@ -54,14 +66,24 @@ def engine_for(
         del options["steps"]
     torch.manual_seed(0)
     # So wide that one step has many numbers of noise.
-    model = nn.Sequential(nn.Linear(5, 80, dtype=dtype))
-    return runs.engine_for(model, None, runs.data(24, dtype), **options)
+    model = nn.Sequential(nn.Linear(5, 60), nn.Linear(60, 8)).to(dtype)
+    engine = runs.engine_for(model, None, runs.data(24, dtype), **options)
+    if compiled:
+        engine.compile()
+    return engine
 
 
-def released(engine: PrivacyEngine, steps: int) -> np.ndarray:
-    """[steps, 480]: the noise in sums, over its standard deviation."""
+def released(engine: PrivacyEngine, steps: int = STEPS, clipping: Any = 2.0) -> np.ndarray:
+    """[steps, numbers]: the noise in sums, over what its standard deviation would be without correlation."""
+    plain = engine_for(None, "poisson", clipping=clipping)
+    stds = [plain.noise_std(p) * plain.batch_size / engine.batch_size for p in plain.model.parameters()]
     found: list[np.ndarray] = []
-    runs.on_step(engine.optimizer, lambda: found.append(runs.grads(engine.model).double().numpy() * 4 / (1.5 * 2.0)))
+
+    def note() -> None:
+        own = [p.grad.double().flatten() / std for p, std in zip(engine.model.parameters(), stds, strict=True)]
+        found.append(torch.cat(own).numpy())
+
+    runs.on_step(engine.optimizer, note)
     runs.train(engine, steps, nothing)
     return np.array(found[:steps])
 
@@ -78,18 +100,19 @@ def assert_independent(fresh: np.ndarray) -> None:
     assert np.abs(correlations).max() * math.sqrt(numbers) < stats.norm.isf(RARE / len(correlations))
 
 
-@pytest.mark.parametrize(("correlation", "sampling"), CORRELATIONS, ids=NAMES)
-def test_c_times_the_released_noise_is_independent(correlation: Correlation, sampling: str) -> None:
-    engine = engine_for(correlation, sampling)
-    noise = released(engine, STEPS)
+@pytest.mark.parametrize("name", CASES)
+def test_c_times_the_released_noise_is_independent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch)
+    correlation, sampling, options = CASES[name]
+    engine = engine_for(correlation, sampling, **options)
+    noise = released(engine, clipping=options.get("clipping", 2.0))
     matrix = correlation.matrix(steps=STEPS)
     assert_independent(matrix @ noise)
     covariance, expected = noise @ noise.T / noise.shape[1], np.linalg.inv(matrix.T @ matrix)
     scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)) + expected**2) / math.sqrt(noise.shape[1])
     assert np.abs((covariance - expected) / scale).max() < stats.norm.isf(RARE / STEPS**2)
     assert repr(correlation) in engine.guarantee(accountant="rdp")
-    row = np.linalg.norm(np.linalg.inv(matrix)[-1])
-    assert engine.noise_std(engine.model[0].weight) == pytest.approx(1.5 * 2.0 * row / 4, rel=1e-9)
+    assert engine.events[0].unit == ("user" if name == "users" else "example")
 
 
 def test_noise_never_gets_less_and_what_is_trained_stays() -> None:
@@ -116,7 +139,7 @@ def test_one_band_releases_bit_for_bit_what_no_correlation_releases(sampling: st
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(("correlation", "sampling"), CORRELATIONS, ids=NAMES)
+@pytest.mark.parametrize(("correlation", "sampling"), CORRELATIONS.values(), ids=CORRELATIONS)
 def test_a_resumed_run_goes_on_with_the_history(correlation: Correlation, sampling: str, tmp_path: Any) -> None:
     """With repeatable noise the resumed run is the uninterrupted one, bit for bit."""
     first, second = (engine_for(correlation, sampling, noise="test", seed=3) for _ in range(2))
@@ -135,29 +158,25 @@ def turns(count: int) -> float:
 
 def test_a_checkpoint_older_than_the_last_release_begins_a_new_mechanism(tmp_path: Any) -> None:
     """Its history of noise was used by steps after it; going on with it would release them twice over."""
-    correlation, path = BandedToeplitz(bands=3), tmp_path / "run.ledger"
-    noise, names = [], []
-    ledger = Ledger(path, block=1)
-    engine = engine_for(correlation, "cyclic_poisson", ledger=ledger)
-    noise.append(released(engine, 4))
+    correlation, ledger = BandedToeplitz(bands=3), Ledger(tmp_path / "run.ledger", block=1)
+    engine = engine_for(correlation, ledger=ledger)
+    runs.train(engine, 4, nothing)
     engine.save(tmp_path / "saved")
-    names.append(mechanism_of(engine.events[0]))
+    (begun,) = engine.events
     engine.detach()
-    exact = engine_for(correlation, "cyclic_poisson", ledger=ledger)
+    exact = engine_for(correlation, ledger=ledger)
     exact.restore(tmp_path / "saved")
     runs.train(exact, 1, nothing)
-    names += [mechanism_of(event) for event in exact.events]
-    assert set(names) == {names[0]}  # nothing was released since: it goes on
+    assert {mechanism_of(event) for event in exact.events} == {mechanism_of(begun)}  # nothing was released since
     assert exact.epsilon(accountant="rdp") == turns(2)  # 5 steps of one mechanism with 3 bands
-    late = engine_for(correlation, "cyclic_poisson", ledger=ledger)
+    late = engine_for(correlation, ledger=ledger)
     late.restore(tmp_path / "saved")
     assert_independent(correlation.matrix(steps=STEPS)[:4, :4] @ released(late, 4))
     assert len({mechanism_of(event) for event in late.events}) == 2
     assert late.epsilon(accountant="rdp") == turns(4)  # 5 steps, and 4 of another one
-    again = late
-    again.restore(tmp_path / "saved")
-    runs.train(again, 1, nothing)
-    assert again.epsilon(accountant="rdp") == turns(5)
+    late.restore(tmp_path / "saved")
+    runs.train(late, 1, nothing)
+    assert late.epsilon(accountant="rdp") == turns(5)
 
 
 @pytest.mark.parametrize("block", [1, 2, 32])
@@ -167,13 +186,13 @@ def test_what_a_killed_run_released_or_reserved_counts(block: int, tmp_path: Any
     correlation, path = BandedToeplitz(bands=3), tmp_path / "run.ledger"
 
     def killed() -> None:
-        engine = engine_for(correlation, "cyclic_poisson", ledger=Ledger(path, block=block))
+        engine = engine_for(correlation, ledger=Ledger(path, block=block))
         runs.train(engine, 3, nothing)
         engine.save(tmp_path / "saved")
         runs.train(engine, 2, nothing)
 
     assert in_child(killed) == 0  # which ends without giving back what it reserved
-    after = engine_for(correlation, "cyclic_poisson", ledger=Ledger(path, block=block))
+    after = engine_for(correlation, ledger=Ledger(path, block=block))
     after.restore(tmp_path / "saved")
     noise = released(after, 3)
     assert_independent(correlation.matrix(steps=STEPS)[:3, :3] @ noise)
@@ -207,33 +226,21 @@ def test_a_fork_begins_a_new_mechanism(correlation: Correlation | None, monkeypa
     assert sorted(event.count for event in engine.events) == [2, 2]
 
 
-def test_interrupted_noise_begins_a_new_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_for(BandedToeplitz(bands=3), "cyclic_poisson")
-    runs.train(engine, 2, nothing)
-    source = engine._mechanism._source
-    with monkeypatch.context() as patched:
-        patched.setattr(source, "release", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            runs.train(engine, 1, nothing)
-    assert engine.steps_taken == 3
-    runs.train(engine, 2, nothing)
-    assert [event.count for event in engine.events] == [3, 2]
-    assert engine.epsilon(accountant="rdp") == turns(2)
-
-
-def test_a_mechanism_whose_noise_was_interrupted_ends_at_a_restart_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    engine, after = (engine_for(BandedToeplitz(bands=3), "cyclic_poisson") for _ in range(2))
+def test_interrupted_noise_begins_a_new_mechanism(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """In the engine, and after a restart."""
+    engine, after = (engine_for(BandedToeplitz(bands=3)) for _ in range(2))
     runs.train(engine, 2, nothing)
     with monkeypatch.context() as patched:
         patched.setattr(Banded, "_take_in", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             runs.train(engine, 1, nothing)
+    assert engine.steps_taken == 3
     engine.save(tmp_path / "saved")
     after.restore(tmp_path / "saved")
-    runs.train(after, 2, nothing)
-    assert sorted(event.count for event in after.events) == [2, 3]
+    for each in (engine, after):
+        runs.train(each, 2, nothing)
+        assert sorted(event.count for event in each.events) == [2, 3]
+        assert each.epsilon(accountant="rdp") == turns(2)
 
 
 @pytest.mark.parametrize(("one", "then"), [("newer", "other"), ("other", "newer")])
@@ -257,7 +264,7 @@ def test_two_continuations_of_one_checkpoint_do_not_add_up_without_a_ledger(one:
 
 def test_steps_that_were_discarded_keep_the_noise_in_step() -> None:
     correlation = BandedToeplitz(bands=3)
-    engine = engine_for(correlation, "cyclic_poisson")
+    engine = engine_for(correlation)
     found: dict[int, np.ndarray] = {}
     step = 0
     runs.on_step(engine.optimizer, lambda: found.update({step: runs.grads(engine.model).numpy() * 4 / 3.0}))
@@ -288,25 +295,22 @@ def test_steps_that_were_discarded_keep_the_noise_in_step() -> None:
         ({"schedule": Schedule([Stage(3)])}, "correlation and schedule don't go together"),
         ({"clipping": Adaptive(1.0, count_noise=1.0)}, "correlation and adaptive clipping don't go together"),
         ({"noise": "hardened"}, "correlation and noise=.hardened. don't go together"),
+        ({"correlation": BandedToeplitz(coefficients=[1.0, 1e30])}, "has no bounded inverse over"),
         (
-            {"correlation": BandedToeplitz(coefficients=[1.0, 1e30]), "sampling": "cyclic"},
-            "has no bounded inverse over",
+            {"correlation": None, "sampling": "cyclic", "schedule": Schedule([Stage(3)])},
+            'schedule and sampling="cyclic" or "cyclic_poisson" don.t go together',
         ),
+        ({"correlation": 8}, "correlation must be a BandedToeplitz or a BufferedToeplitz; got 8"),
         ({"correlation": BandedToeplitz(bands=7)}, r"bands \* batch_size / population, .* at most 1; got 7 \* 4 / 24"),
     ],
 )
 def test_what_does_not_go_with_correlation_is_refused(options: dict[str, Any], message: str) -> None:
-    given = {"correlation": BandedToeplitz(bands=3), "sampling": "cyclic_poisson", **options}
-    with pytest.raises(ValueError, match=message):
-        engine_for(**given)
-    with pytest.raises(TypeError, match="correlation must be a BandedToeplitz or a BufferedToeplitz; got 8"):
-        engine_for(8, "cyclic_poisson")  # type: ignore[arg-type]
+    with pytest.raises((ValueError, TypeError), match=message):
+        engine_for(**{"correlation": BandedToeplitz(bands=3), **options})
 
 
 def test_auto_takes_the_bands_with_the_smallest_noise_in_sums() -> None:
-    auto = engine_for(
-        BandedToeplitz(bands="auto"), "cyclic_poisson", noise_multiplier=None, target_epsilon=1.0, batch_size=2
-    )
+    auto = engine_for(BandedToeplitz(bands="auto"), noise_multiplier=None, target_epsilon=1.0, batch_size=2)
     chosen = auto.correlation
     assert [row.bands for row in chosen.table] == [1, 2, 4, 8]
     assert chosen.matrix.bands == min(chosen.table, key=lambda row: row.noise_multiplier * row.error).bands
@@ -332,67 +336,127 @@ def test_cyclic_sampling_charges_the_sensitivity_of_the_matrix() -> None:
     expected = accounting.epsilon(noise_multiplier=6.0 / sensitivity, sample_rate=1.0, steps=1, delta=1e-5)
     assert expected <= engine.epsilon() * (1 + 1e-6)
     assert engine.epsilon() == pytest.approx(expected, rel=0.02)
+    last = np.linalg.norm(np.linalg.inv(matrix)[-1])
+    assert engine.noise_std(engine.model[0].weight) == pytest.approx(6.0 * 2.0 * last / 4, rel=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_narrow_parameters_keep_a_wide_history(dtype: torch.dtype) -> None:
-    correlation = BandedToeplitz(bands=3)
-    engine = engine_for(correlation, "cyclic_poisson", dtype)
-    noise = released(engine, STEPS)
-    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
-    assert_independent(correlation.matrix(steps=STEPS) @ noise / math.sqrt(1 + tolerance**2))
-
-
-def test_groups_with_noise_of_their_own_and_compiled_steps_go_with_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch)
-    correlation = BandedToeplitz(bands=3)
-    for options in ({"clipping": Composed(thresholds=2.0, noise=OptimalNoise())}, {}):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 60), nn.Linear(60, 8)).double()
-        engine = runs.engine_for(
-            model, None, runs.data(24, torch.float64), batch_size=4, noise_multiplier=1.5, self_check=False,
-            sampling="cyclic_poisson", correlation=correlation, steps=STEPS, **{"clipping": 2.0, **options},
-        )  # fmt: skip
-        if not options:
-            engine.compile()
-        found: list[np.ndarray] = []
-
-        def note(engine: PrivacyEngine = engine, found: list[np.ndarray] = found) -> None:
-            growth = engine._mechanism.growth  # type: ignore[union-attr]
-            scaled = [p.grad.flatten() / engine.noise_std(p) * growth for p in engine.model.parameters()]  # type: ignore[union-attr]
-            found.append(torch.cat(scaled).numpy())
-
-        runs.on_step(engine.optimizer, note)
-        runs.train(engine, STEPS, nothing)
-        assert_independent(correlation.matrix(steps=STEPS) @ np.array(found))
-
-
-def test_users_go_with_correlation() -> None:
-    correlation = BandedToeplitz(bands=3)
-    engine = engine_for(correlation, "cyclic_poisson", batch_size=2, unit_ids=[row // 2 for row in range(24)])
-    found = released(engine, STEPS) / 2
-    assert_independent(correlation.matrix(steps=STEPS) @ found)
-    assert engine.events[0].unit == "user"
-    with pytest.raises(AttributeError, match="correlation of a PrivacyEngine can't be changed"):
-        engine.correlation = None
-
-
-def test_the_covariance_over_2000_steps_is_that_of_the_matrix() -> None:
-    steps, numbers = 2000, 256
-    correlation = BandedToeplitz(bands=8)
-    history, noise = history_of(correlation, steps), noise_source()
+def test_the_noise_of_300_steps_is_that_of_the_matrix() -> None:
+    steps, correlation = 300, BandedToeplitz(bands=8)
+    history, noise, sums = history_of(correlation, steps), noise_source(), torch.zeros(2000, dtype=torch.float64)
     assert history is not None
-    found = np.array([
-        history.release(noise, [torch.zeros(numbers, dtype=torch.float64)], 3.0, 1)[0].numpy() / 3.0
-        for _ in range(steps)
-    ])  # fmt: skip
-    fresh = correlation.matrix(steps=steps) @ found
-    assert stats.kstest(fresh.ravel(), "norm").pvalue > RARE
-    squares = (fresh**2).sum(1)
-    assert stats.kstest(squares, stats.chi2(numbers).cdf).pvalue > RARE
-    for lag in range(1, 40):
-        product = float((fresh[lag:] * fresh[:-lag]).sum()) / math.sqrt(numbers * (steps - lag))
-        assert abs(product) < stats.norm.isf(RARE / 40)
-    # Prefix sums: what the error says.
+    found = np.array([history.release(noise, [sums.clone()], 3.0, 1)[0].numpy() / 3.0 for _ in range(steps)])
+    assert_independent(correlation.matrix(steps=steps) @ found)
     errors = np.cumsum(found, 0)
     assert math.sqrt((errors**2).mean()) == pytest.approx(correlation.error(steps=steps), rel=0.1)
+
+
+ROWS = 30
+MATRICES: list[Correlation] = [
+    BandedToeplitz(bands=1),
+    BandedToeplitz(bands=8),
+    BandedToeplitz(bands=40),
+    BandedToeplitz(coefficients=[2.0, 1.0, 0.5]),
+    BandedToeplitz(coefficients=[1.0, -0.4, 0.1]),
+    BufferedToeplitz(buffers=1),
+    BufferedToeplitz(buffers=3),
+]
+
+
+@pytest.mark.parametrize("correlation", MATRICES, ids=repr)
+def test_matrices_are_lower_triangular_with_columns_of_norm_1(correlation: Correlation) -> None:
+    matrix = correlation.matrix(steps=ROWS)
+    assert (matrix.shape, matrix.dtype) == ((ROWS, ROWS), np.float64)
+    assert np.abs(np.linalg.norm(matrix, axis=0) - 1).max() < 1e-14
+    assert not np.triu(matrix, 1).any()
+    if correlation.bands is not None:
+        assert not np.tril(matrix, -correlation.bands).any()
+        assert np.diagonal(matrix, -min(correlation.bands, ROWS) + 1).all()
+    # Toeplitz but for the norms by which columns are divided.
+    series = correlation.series(ROWS)
+    for step, column in enumerate(matrix.T):
+        assert column[step:] == pytest.approx(series[: ROWS - step] / np.linalg.norm(series[: ROWS - step]))
+    prefix = np.tri(ROWS) @ np.linalg.inv(matrix)
+    assert correlation.error(steps=ROWS) == pytest.approx(math.sqrt((prefix**2).sum(1).mean()), rel=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 30, 2000, 10**5])
+def test_one_band_has_the_error_of_independent_noise(steps: int) -> None:
+    assert BandedToeplitz(bands=1).error(steps=steps) == math.sqrt((steps + 1) / 2)
+
+
+@pytest.mark.parametrize("bands", [2, 3, 8])
+def test_no_other_coefficients_nearby_have_a_smaller_error(bands: int) -> None:
+    best, draw = BandedToeplitz(bands=bands), np.random.default_rng(bands)
+    series = best.series(ROWS)[:bands]
+    least = best.error(steps=ROWS)
+    for size in (1e-3, 1e-2, 1e-1):
+        for _ in range(20):
+            other = series + size * draw.standard_normal(bands) * series
+            assert BandedToeplitz(coefficients=other.tolist()).error(steps=ROWS) > least
+
+
+def test_coefficients_of_long_runs_are_better_than_those_of_shorter_ones() -> None:
+    """In memory for a few times the bands of numbers a step."""
+    best, steps = BandedToeplitz(bands=8), 20_000
+    shorter = BandedToeplitz(coefficients=best.series(steps // 4)[:8].tolist())
+    assert 0.99 * shorter.error(steps=steps) < best.error(steps=steps) < shorter.error(steps=steps)
+
+
+def test_errors_fall_with_bands_and_buffers_to_that_of_the_best_toeplitz_matrix() -> None:
+    banded = [BandedToeplitz(bands=bands).error(steps=200) for bands in (1, 2, 4, 8, 16, 200)]
+    buffered = [BufferedToeplitz(buffers=buffers).error(steps=200) for buffers in (1, 2, 3)]
+    assert banded == sorted(banded, reverse=True)
+    assert buffered == sorted(buffered, reverse=True)
+    assert banded[-1] < buffered[-1] < 1.02 * banded[-1]
+
+
+@pytest.mark.parametrize("correlation", MATRICES, ids=repr)
+@pytest.mark.parametrize("separation", [1, 4, 7, 30])
+def test_no_participation_moves_more_than_the_sensitivity(correlation: Correlation, separation: int) -> None:
+    """Random directions and signs, and the adversarial one that lets all columns add up."""
+    matrix, draw = correlation.matrix(steps=ROWS), np.random.default_rng(separation)
+    bound = correlation.sensitivity(ROWS, separation)
+    per_turn = correlation.turn_sensitivity(ROWS, separation)
+    reached = 0.0
+    for first in range(separation):
+        turns = np.arange(first, ROWS, separation)
+        directions = draw.standard_normal((20, len(turns), 3))
+        directions /= np.linalg.norm(directions, axis=-1, keepdims=True)
+        moved = [np.linalg.norm(matrix[:, turns] @ each) for each in directions]
+        moved += [np.linalg.norm(matrix[:, turns] @ signs) for signs in (np.ones(len(turns)), (-1.0) ** turns)]
+        assert max(moved) <= bound * (1 + 1e-12)
+        # What cyclic Poisson sampling is charged for: whichever turns are taken, |C d|^2 is at most their number.
+        for taken in [turns, *(turns[draw.random(len(turns)) < 0.5] for _ in range(20))]:
+            assert np.linalg.norm(matrix[:, taken].sum(1)) <= per_turn * math.sqrt(len(taken)) * (1 + 1e-12)
+        reached = max(reached, *moved)
+    if correlation.bands is not None and correlation.bands <= separation:
+        assert per_turn == pytest.approx(1.0, rel=1e-12)
+    if min(correlation.series(ROWS)) >= 0:
+        assert reached == pytest.approx(bound, rel=1e-12)
+
+
+WHOLE = "must be a whole number >= 1"
+FINITE = "coefficients must be finite numbers, the first of them > 0"
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: BandedToeplitz(bands=0), f"bands {WHOLE}; got 0"),
+    (lambda: BandedToeplitz(bands=1.5), f"bands {WHOLE}"),  # type: ignore[arg-type]
+    (lambda: BandedToeplitz(bands=True), f"bands {WHOLE}"),
+    (lambda: BandedToeplitz(bands="all"), f"bands {WHOLE}, or \"auto\"; got 'all'"),  # type: ignore[arg-type]
+    *((lambda given=given: BandedToeplitz(coefficients=given), FINITE) for given in ([], [0.0, 1.0], [1.0, math.nan])),
+    (lambda: BandedToeplitz(bands="auto").matrix(steps=3), ".*chosen by a PrivacyEngine"),
+    (lambda: BandedToeplitz().error(steps=0), f"steps {WHOLE}; got 0"),
+    (lambda: BufferedToeplitz(buffers=0), f"buffers {WHOLE}; got 0"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_arguments_are_checked(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+        call()
+
+
+def test_names_are_short() -> None:
+    assert repr(BandedToeplitz(bands="auto")) == "BandedToeplitz(bands='auto')"
+    assert repr(BandedToeplitz(coefficients=[1, 0.5])) == "BandedToeplitz(coefficients=[1.0, 0.5])"
+    assert repr(BufferedToeplitz()) == "BufferedToeplitz(buffers=3)"
+    assert BandedToeplitz() == BandedToeplitz(bands=8)

@@ -23,11 +23,6 @@ EVENT = SampledGaussian(1 / 3, 1.0)
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run.ledger"
-
-
-@pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """An accountant of a closed form, and noise of 1 for every target, where it doesn't matter what they are."""
 
@@ -147,18 +142,12 @@ def test_what_else_is_in_the_ledger_counts_for_the_target(path: Path) -> None:
     assert steps_until_refused(engine, r"one more step would pass target_epsilon = 4\.0") == most_within(4.0, past) > 0
 
 
-@pytest.mark.slow
-def test_a_budget_stops_before_it_is_passed() -> None:
-    engine = engine_for(None, max_epsilon=2.0)
-    taken = steps_until_refused(engine, r"one more step would pass max_epsilon = 2\.0 at delta = 0\.001: epsilon = 1\.")
-    assert engine.epsilon() == epsilon(taken) <= 2.0 < epsilon(taken + 1)
-
-
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("with_ledger", [False, True])
 def test_a_budget_is_used_to_the_last_step(path: Path, with_ledger: bool) -> None:
     engine = engine_for(path if with_ledger else None, max_epsilon=9.0)
-    assert steps_until_refused(engine, r"one more step would pass max_epsilon = 9\.0") == most_within(9.0) > 1
+    message = r"one more step would pass max_epsilon = 9\.0 at delta = 0\.001: epsilon = [78]\."
+    assert steps_until_refused(engine, message) == most_within(9.0) > 1
     assert spent(path) == most_within(9.0) if with_ledger else not path.exists()
 
 
@@ -222,7 +211,7 @@ def test_a_ledger_about_other_neighbours_is_refused(path: Path, other: SampledGa
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("past", [[], [SampledGaussian(0.3, 2.0, 3), FixedSizeGaussian(0.1, 1.5, 2)]], ids=len)
-@pytest.mark.parametrize("limit", [0.1, 1.0, 2.5, 20.0, 300.0])
+@pytest.mark.parametrize("limit", [0.1, 2.5, 20.0])
 @pytest.mark.parametrize("off", [0.5, 1.2])
 def test_affordable_steps_are_those_a_slow_count_finds(
     past: list[Any], limit: float, off: float, monkeypatch: pytest.MonkeyPatch

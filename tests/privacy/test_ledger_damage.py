@@ -6,7 +6,9 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,11 +18,6 @@ from ledgers import EVENT, charged, put, records, some_records, spent
 from ghostclip.errors import LedgerError
 from ghostclip.ledger import Ledger
 from ghostclip.ledger.records import encoded, line_of, parsed
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run.ledger"
 
 
 def test_a_line_cut_anywhere_is_recovered_and_counted_when_it_is_all_there(path: Path) -> None:
@@ -38,7 +35,7 @@ def test_a_line_cut_anywhere_is_recovered_and_counted_when_it_is_all_there(path:
         assert kinds[2:] == ([] if size == before else ["recovered"] if size < complete else ["intent"])
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_flipped_bit_is_refused(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "flipped.ledger"
@@ -89,11 +86,8 @@ def test_a_file_that_was_cut_or_written_over_with_an_older_copy_is_refused(path:
 def times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a time of the last write that tells of any other, and where that can't be had, as in another's file."""
 
-    def refused(*arguments: Any, **options: Any) -> None:
-        raise PermissionError("not the owner")
-
     if request.param != "sealed":
-        monkeypatch.setattr("ghostclip.ledger.files.os.utime", refused)
+        monkeypatch.setattr("ghostclip.ledger.files.os.utime", Mock(side_effect=PermissionError("not the owner")))
 
 
 @pytest.mark.usefixtures("times")
@@ -129,14 +123,11 @@ def test_a_ledger_that_is_only_touched_goes_on(path: Path) -> None:
 
 
 def test_file_systems_without_attributes_do_without(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*arguments: Any) -> None:
-        raise OSError(errno.ENOTSUP, "Operation not supported")
-
-    monkeypatch.setattr(os, "setxattr", unknown)
-    monkeypatch.setattr(os, "getxattr", unknown)
+    for name in ("setxattr", "getxattr"):
+        monkeypatch.setattr(os, name, Mock(side_effect=OSError(errno.ENOTSUP, "Operation not supported")))
     charged(Ledger(path).account(), 3).close()
-    monkeypatch.delattr(os, "setxattr")
-    monkeypatch.delattr(os, "getxattr")
+    for name in ("setxattr", "getxattr"):
+        monkeypatch.delattr(os, name)
     charged(Ledger(path).account(), 3).close()
     assert spent(path) == 6
 
@@ -155,8 +146,20 @@ def forged(kind: str, **fields: Any) -> Callable[[list[bytes]], list[bytes]]:
     return change
 
 
+def intent(**changes: Any) -> Callable[[list[bytes]], list[bytes]]:
+    return forged("intent", run="x", noise="", event={**encoded(EVENT), **changes})
+
+
+def exchanged(lines: list[bytes]) -> list[bytes]:
+    """With a record of another ledger that is whole and as old."""
+    with TemporaryDirectory() as folder:
+        other = some_records(Path(folder) / "other.ledger").splitlines(True)
+    return [*lines[:2], other[2], *lines[3:]]
+
+
 DAMAGE: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
     "a record is gone": (without(2), "line 3: it doesn't continue the record before"),
+    "a record of another ledger": (exchanged, "it doesn't continue the record before"),
     "the first record is gone": (without(0), "line 1"),
     "records were exchanged": (lambda lines: [lines[0], lines[2], lines[1], *lines[3:]], "line 2: it doesn't continue"),
     "a record is there twice": (lambda lines: [*lines, lines[-1]], "it doesn't continue the record before"),
@@ -167,15 +170,9 @@ DAMAGE: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
     ),
     "zeros at the end": (lambda lines: [*lines, bytes(100)], "it is not a record"),
     "a kind of a later version": (forged("refund", count=1), "its kind is 'refund', which version 1 doesn't have"),
-    "an unknown event": (forged("intent", run="x", noise="", event={"event": "Magic"}), "it can't be read"),
-    "an event out of range": (
-        forged("intent", run="x", noise="", event={**encoded(EVENT), "noise_multiplier": -1}),
-        "noise_multiplier must be a finite number >= 0",
-    ),
-    "an intent of nothing": (
-        forged("intent", run="x", noise="", event={**encoded(EVENT), "count": 0}),
-        "count must be a whole number >= 1",
-    ),
+    "an unknown event": (intent(event="Magic"), "it can't be read"),
+    "an event out of range": (intent(noise_multiplier=-1), "noise_multiplier must be a finite number >= 0"),
+    "an intent of nothing": (intent(count=0), "count must be a whole number >= 1"),
     "a return of more than there is": (forged("returned", run="x", of=1, count=99), "it returns 99 of record 1"),
     "a return of what wasn't reserved": (forged("returned", run="x", of=0, count=1), "it can't be read"),
 }
@@ -225,17 +222,11 @@ def test_places_where_no_ledger_can_be(tmp_path: Path) -> None:
         _ = Ledger(tmp_path / "none").head
 
 
-def test_no_permission(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(*arguments: Any) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(os, "open", denied)
-    with pytest.raises(LedgerError, match=r"run\.ledger can't be opened: Permission denied; give the path of a file"):
-        Ledger(path).account()
-
-
-def test_arguments() -> None:
+def test_no_permission_and_no_path(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="the path of a ledger must be a str or a Path; got 3"):
         Ledger(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="block must be a whole number >= 1; got 0"):
         Ledger("x", block=0)
+    monkeypatch.setattr(os, "open", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(LedgerError, match=r"run\.ledger can't be opened: Permission denied; give the path of a file"):
+        Ledger(path).account()

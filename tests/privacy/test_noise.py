@@ -3,16 +3,16 @@
 import copy
 import ctypes
 import hashlib
-import multiprocessing
 import os
 import pickle
 import struct
-from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from ledgers import in_child
 from scipy import stats
 
 from ghostclip.native import library
@@ -28,10 +28,6 @@ def numbers(source: StandardNoise, count: int, std: float = 1.0) -> np.ndarray:
     return source.release([torch.zeros(count)], std)[0].numpy()
 
 
-def _send_numbers(source: StandardNoise, pipe: Connection) -> None:
-    pipe.send(numbers(source, 50).tolist())
-
-
 def assert_different(*drawn: list[float]) -> None:
     """Numbers of hardened noise are multiples of a step, so single ones may agree; two sequences never do."""
     assert max(np.mean(np.equal(one, other)) for i, one in enumerate(drawn) for other in drawn[:i]) < 0.2
@@ -39,15 +35,11 @@ def assert_different(*drawn: list[float]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["standard", "hardened"])
-def test_a_fork_does_not_repeat_its_parents_noise(kind: str) -> None:
+def test_a_fork_does_not_repeat_its_parents_noise(kind: str, tmp_path: Path) -> None:
     source = noise_source(kind)
     numbers(source, 8)
-    ours, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(target=_send_numbers, args=(source, theirs))
-    child.start()
-    assert ours.poll(30)
-    assert_different(ours.recv(), numbers(source, 50).tolist())
-    child.join()
+    assert in_child(lambda: np.save(tmp_path / "theirs.npy", numbers(source, 50))) == 0
+    assert_different(np.load(tmp_path / "theirs.npy").tolist(), numbers(source, 50).tolist())
 
 
 @pytest.mark.parametrize(("kind", "compiling"), [("standard", True), ("standard", False), ("hardened", True)])
@@ -78,17 +70,10 @@ def test_every_hardened_release_has_a_key_of_its_own(monkeypatch: pytest.MonkeyP
     assert_different(*(numbers(source, 50).tolist() for _ in range(3)))
     assert [len(key) for key in asked] == [32, 32, 32]
     assert len(set(asked)) == source.draws == 3
-    # The same key alone would repeat the noise: everything random comes from it.
+    # The same key alone would repeat the noise: everything random comes from it, and all of it is used.
     monkeypatch.setattr("os.urandom", lambda count: bytes(count))
     assert numbers(source, 50).tolist() == numbers(source, 50).tolist()
-
-
-def test_all_the_entropy_asked_for_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr("os.urandom", lambda count: asked.append(count) or bytes(count))
-    assert ChaCha(compiled())._key == bytes(32)
-    assert Aes()._key == bytes(32)
-    assert asked == [32, 32]
+    assert ChaCha(compiled())._key == Aes()._key == bytes(32)
 
 
 def compiled() -> ctypes.CDLL:
@@ -188,7 +173,7 @@ def streams() -> list[Normal]:
     return [Aes()] if library("normal") is None else [Aes(), ChaCha(compiled())]
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 255, 257, CHUNK - 1, CHUNK + 1, 2 * CHUNK + 3])
+@pytest.mark.parametrize("size", [0, 1, 3, 257, 2 * CHUNK + 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_number_of_every_size_is_filled(size: int, dtype: torch.dtype) -> None:
     for stream in streams():
@@ -199,12 +184,7 @@ def test_every_number_of_every_size_is_filled(size: int, dtype: torch.dtype) -> 
         assert len(guarded[:size].unique()) >= 0.99 * size
 
 
-def test_without_a_compiler_the_generator_is_openssl_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ghostclip.noise.gaussian.library", lambda name: None)
-    assert StandardNoise().generator_on(torch.device("cpu")) == "AES-256, a cipher, in OpenSSL"
-
-
-@pytest.mark.parametrize("before", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("before", [0, 3, 9])
 def test_the_stream_of_aes_is_that_of_openssl_and_goes_on_in_the_middle_of_a_block(before: int) -> None:
     key = hashlib.sha256(b"5").digest()
     whole = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update(bytes(4 * 20))
@@ -221,8 +201,14 @@ def test_released_sums_are_noisy_and_divided_and_narrow_ones_refused(kind: str) 
     sums = [torch.full((50_000,), 10.0), torch.full((50_000,), 10.0, dtype=torch.float64)]
     for tensor in noise_source(kind).release(sums, 3.0, 4.0):
         assert stats.kstest(tensor.numpy(), stats.norm(2.5, 0.75).cdf).pvalue > RARE
+    source = noise_source(kind)
+    assert torch.equal(source.release([torch.ones(3)], 0.0, 4.0)[0], torch.full((3,), 0.25))
+    assert source.release([], 1.0) == []
     with pytest.raises(TypeError, match=r"float32 or float64, and cast afterwards; got a sum in torch\.bfloat16"):
-        noise_source(kind).release([torch.zeros(2, dtype=torch.bfloat16)], 1.0)
+        source.release([torch.zeros(2, dtype=torch.bfloat16)], 1.0)
+    for std, divisor, name in ((-1.0, 1.0, "std"), (np.nan, 1.0, "std"), (np.inf, 1.0, "std"), (1.0, 0.0, "divisor")):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            source.release([torch.ones(3)], std, divisor)
 
 
 def test_noise_in_place_is_the_flat_draw_of_all_sums() -> None:
@@ -247,24 +233,11 @@ def test_sums_that_c_can_not_take_get_their_noise_all_the_same(odd: torch.Tensor
     assert not any(bool((tensor == 1.0).any()) for tensor in released)
 
 
-@pytest.mark.parametrize("kind", ["standard", "hardened"])
-def test_no_noise_and_nothing_to_add_to(kind: str) -> None:
-    source = noise_source(kind)
-    assert torch.equal(source.release([torch.ones(3)], 0.0, 4.0)[0], torch.full((3,), 0.25))
-    assert source.release([], 1.0) == []
-    for wrong in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="std must be"):
-            source.release([torch.ones(3)], wrong)
-    with pytest.raises(ValueError, match="divisor must be"):
-        source.release([torch.ones(3)], 1.0, 0.0)
-
-
 def test_test_mode_repeats_itself_and_is_not_private() -> None:
-    first, second, other = noise_source("test", seed=3), noise_source("test", seed=3), noise_source("test", seed=4)
-    assert not first.private
-    assert noise_source().private
-    assert torch.equal(torch.from_numpy(numbers(first, 9)), torch.from_numpy(numbers(second, 9)))
-    assert numbers(first, 9).tolist() != numbers(other, 9).tolist()
+    sources = [noise_source("test", seed=seed) for seed in (3, 3, 4)]
+    first, second, other = (numbers(source, 9).tolist() for source in sources)
+    assert first == second != other
+    assert [source.private for source in (*sources, noise_source())] == [False, False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Bounds for membership attacks: the Gaussian mechanism in closed form, one step by thresholds, engine, edges."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ SETTING: dict[str, Any] = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps"
 TARGET: dict[str, Any] = {"target_advantage": 0.1, "sample_rate": 0.05, "steps": 100}
 
 
-@pytest.mark.parametrize(("sigma", "count"), [(0.5, 1), (1.0, 1), (4.0, 3), (20.0, 100)])
+@pytest.mark.parametrize(("sigma", "count"), [(0.5, 1), (20.0, 100)])
 def test_full_batches_are_the_gaussian_mechanism(sigma: float, count: int) -> None:
     """mu = sqrt(steps) / sigma: advantage 2 Phi(mu / 2) - 1, true positives Phi(Phi^-1(a) + mu) (Dong et al. 2019)."""
     found, mu = accounting.risk(noise_multiplier=sigma, sample_rate=1.0, steps=count), math.sqrt(count) / sigma
@@ -30,7 +31,7 @@ def test_full_batches_are_the_gaussian_mechanism(sigma: float, count: int) -> No
 
 def best_attacks(sigma: float, rate: float) -> list[tuple[Any, Any]]:
     """(false-positive, true-positive rates) by threshold on one sampled release; its loss rises with it."""
-    cuts = np.linspace(-40 * sigma, 1 + 40 * sigma, 2_000_001)
+    cuts = np.linspace(-40 * sigma, 1 + 40 * sigma, 1_000_001)
     there = [
         (1 - rate) * tail(cuts, 0, sigma) + rate * tail(cuts, 1, sigma) for tail in (stats.norm.sf, stats.norm.cdf)
     ]
@@ -38,7 +39,7 @@ def best_attacks(sigma: float, rate: float) -> list[tuple[Any, Any]]:
     return [(gone[0][::-1], there[0][::-1]), (there[1], gone[1])]
 
 
-@pytest.mark.parametrize(("sigma", "rate"), [(0.6, 0.1), (1.0, 0.5), (2.0, 0.01)])
+@pytest.mark.parametrize(("sigma", "rate"), [(0.6, 0.1), (2.0, 0.01)])
 def test_one_step_is_the_better_of_both_orders_of_the_neighbours(sigma: float, rate: float) -> None:
     """At small false-positive rates presence is what is found out, at large ones absence."""
     found, (present, absent) = (
@@ -52,38 +53,31 @@ def test_one_step_is_the_better_of_both_orders_of_the_neighbours(sigma: float, r
     assert found.advantage == pytest.approx(float((present[1] - present[0]).max()), abs=1e-8)
 
 
-@pytest.mark.parametrize(
-    ("sigma", "rate", "steps"),
-    [
-        *(pytest.param(*setting, marks=pytest.mark.slow) for setting in ((2.0, 0.2, 50), (0.6, 0.1, 1))),
-        (1.0, 0.01, 100),
-    ],
-)
-def test_bounds_are_those_of_riskcal(sigma: float, rate: float, steps: int) -> None:
+def test_bounds_are_those_of_riskcal() -> None:
     """Of Kulynych et al. 2024, from two roundings of the losses; ours, from one, is never below theirs."""
     analysis = pytest.importorskip("riskcal.calibration.dpsgd")
-    setting: dict[str, Any] = {"noise_multiplier": sigma, "sample_rate": rate}
-    found, rates = accounting.risk(**setting, steps=steps), np.array([1e-3, 0.01, 0.1, 0.9])
-    theirs = 1 - analysis.get_beta_for_dpsgd(**setting, num_steps=steps, alpha=rates)
+    setting: dict[str, Any] = {"noise_multiplier": 1.0, "sample_rate": 0.01}
+    found, rates = accounting.risk(**setting, steps=100), np.array([1e-3, 0.01, 0.1, 0.9])
+    theirs = 1 - analysis.get_beta_for_dpsgd(**setting, num_steps=100, alpha=rates)
     ours = np.array([found.true_positive_rate(float(wrong)) for wrong in rates])
     assert (theirs - 1e-12 <= ours).all()
     assert (ours <= theirs + 1e-5).all()
-    assert found.advantage == pytest.approx(analysis.get_advantage_for_dpsgd(**setting, num_steps=steps), abs=1e-9)
+    assert found.advantage == pytest.approx(analysis.get_advantage_for_dpsgd(**setting, num_steps=100), abs=1e-9)
+
+
+KINDS = [
+    SampledGaussian(0.05, 2.0, 40),
+    FixedSizeGaussian(0.05, 2.0, 40),
+    TruncatedGaussian(0.05, 2.0, 40, dataset_size=1000, max_batch_size=70),
+]
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        lambda relation: SampledGaussian(0.05, 2.0, 40, relation),
-        lambda relation: FixedSizeGaussian(0.05, 2.0, 40, relation),
-        lambda relation: TruncatedGaussian(0.05, 2.0, 40, relation, dataset_size=1000, max_batch_size=70),
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("coarse_losses")
 def test_bounds_follow_from_every_epsilon_of_the_same_distribution(relation: str, kind: Any) -> None:
     """TPR <= exp(eps) FPR + delta and 1 - FPR <= exp(eps) (1 - TPR) + delta; the bound is the least of all of these."""
-    event = kind(relation)
+    event = replace(kind, relation=relation)
     found = risk_of([event])
     losses = composed([event], grid_interval([event]))
     points = [(float(losses.get_epsilon_for_delta(delta)), delta) for delta in np.geomspace(1e-8, 0.2, 12)]
@@ -122,15 +116,15 @@ def test_nothing_released_tells_nothing_and_no_noise_tells_all() -> None:
     assert [everything.true_positive_rate(rate) for rate in RATES] == [1.0] * len(RATES)
     assert risk_of([], delta=0.1).epsilon == 0.0
     assert accounting.risk(**{**SETTING, "steps": 0}).advantage == 0.0
+    almost_everything = accounting.risk(**{**SETTING, "noise_multiplier": 0.02})
+    assert 0.99 < almost_everything.advantage <= 1.0
+    assert all(rate <= almost_everything.true_positive_rate(rate) <= 1.0 for rate in RATES)
+    for rate in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match=r"false_positive_rate must be a number in \[0, 1\]"):
+            nothing.true_positive_rate(rate)
 
 
-def test_almost_no_noise_is_bounded_by_one() -> None:
-    found = accounting.risk(noise_multiplier=0.02, sample_rate=0.01, steps=1000)
-    assert 0.99 < found.advantage <= 1.0
-    assert all(rate <= found.true_positive_rate(rate) <= 1.0 for rate in RATES)
-
-
-@pytest.mark.parametrize("target", [0.02, 0.1, pytest.param(0.9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("target", [0.1, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_noise_for_an_advantage_inverts_it(target: float) -> None:
     setting = {name: TARGET[name] for name in ("sample_rate", "steps")}
     noise = accounting.noise_multiplier(target_advantage=target, **setting)
@@ -142,10 +136,7 @@ def test_noise_for_an_advantage_inverts_it(target: float) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"target_epsilon": 1.0, "delta": 1e-5},
-            "target_epsilon must be given .with delta., or target_advantage in its place; got both",
-        ),
+        ({"target_epsilon": 1.0, "delta": 1e-5}, "target_epsilon must be given .with delta., or tar.*; got both"),
         ({"target_advantage": None}, "got neither"),
         ({"delta": 1e-5}, "delta must be left out with target_advantage"),
         ({"accountant": "rdp"}, "accountant must be 'pld' with target_advantage; got 'rdp'"),
@@ -156,9 +147,3 @@ def test_noise_for_an_advantage_inverts_it(target: float) -> None:
 def test_targets_that_do_not_go_together_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         accounting.noise_multiplier(**{**TARGET, **changes})
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.1, math.nan])
-def test_rates_out_of_range_are_named(rate: float) -> None:
-    with pytest.raises(ValueError, match=r"false_positive_rate must be a number in \[0, 1\]"):
-        risk_of([]).true_positive_rate(rate)

@@ -1,7 +1,9 @@
 """Sampling: the distribution of batches, their division, what is kept of a DataLoader, and what is refused."""
 
+import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -28,7 +30,7 @@ from ghostclip.errors import PrivacyError
 from ghostclip.events import FixedSizeGaussian, SampledGaussian, TruncatedGaussian
 from ghostclip.sampling import LogicalBatches, scheme_named
 from ghostclip.sampling.loading import rows_digest
-from ghostclip.sampling.logical import Unowned
+from ghostclip.sampling.logical import LogicalBatch, Unowned
 
 # A false alarm once in a hundred thousand runs for each test.
 RARE = 1e-5
@@ -47,22 +49,16 @@ class Squares(Dataset[int]):
         return index, index * index
 
 
+def rows(batch: LogicalBatch) -> list[int]:
+    return [row for part in batch.rows for row in part]
+
+
 def members(loader: LogicalBatches, steps: int) -> np.ndarray:
     """[steps, examples] of booleans: who was in which logical batch."""
     found: list[np.ndarray] = []
     while len(found) < steps:
-        for batch in loader:
-            row = np.zeros(loader.dataset_size, bool)
-            for numbers in batch.physical():
-                assert not row[numbers[0]].any()
-                row[numbers[0]] = True
-            assert row.sum() == sum(batch.sizes)
-            found.append(row)
+        found += [np.isin(np.arange(loader.dataset_size), rows(batch)) for batch in loader]
     return np.array(found[:steps])
-
-
-def numbered(size: int) -> TensorDataset:
-    return TensorDataset(torch.arange(size))
 
 
 def taken_over(loader: DataLoader[Any], **arguments: Any) -> LogicalBatches:
@@ -70,23 +66,33 @@ def taken_over(loader: DataLoader[Any], **arguments: Any) -> LogicalBatches:
         return LogicalBatches(loader, **arguments)
 
 
-def test_examples_are_included_at_the_sampling_rate_and_independently() -> None:
-    steps, size = 6000, 12
-    found = members(LogicalBatches(numbered(size), batch_size=3), steps)
-    expected = np.array([steps * 0.75, steps * 0.25])
-    rare = RARE / (size * (size + 1) / 2)  # of all that is asked here together
+# How often an example is in a batch, and two together, of 8 examples in batches of 2, or cut down to 2.
+TWO_OR_MORE = stats.binom.sf(1, 8, 0.25)
+RATES = {
+    "poisson": (1 / 4, 1 / 16),
+    "without_replacement": (1 / 4, 1 / 28),
+    "truncated": ((stats.binom.pmf(1, 8, 0.25) + 2 * TWO_OR_MORE) / 8, TWO_OR_MORE / 28),
+}
+
+
+@pytest.mark.parametrize("sampling", RATES)
+def test_batches_are_drawn_anew_from_all_and_no_set_is_favoured(sampling: str) -> None:
+    steps, size, (alone, together) = 4000, 8, RATES[sampling]
+    options: dict[str, Any] = {"max_physical_batch_size": 2} if sampling == "truncated" else {}
+    found = members(LogicalBatches(Squares(size), batch_size=2, sampling=sampling, **options), steps)
+    rare = RARE / (size * (size + 3) / 2)  # of all that is asked here together
     for example in range(size):
-        count = found[:, example].sum()
-        assert stats.chisquare([steps - count, count], expected).pvalue > rare
-    for left in range(size):
-        for right in range(left):
-            table = np.histogram2d(found[:, left], found[:, right], 2)[0]
-            assert stats.chisquare(table.ravel(), steps * np.outer([0.75, 0.25], [0.75, 0.25]).ravel()).pvalue > rare
+        own = found[:, example]
+        assert stats.binomtest(int(own.sum()), steps, alone).pvalue > rare
+        assert stats.pearsonr(own[:-1].astype(float), own[1:].astype(float)).pvalue > rare
+    for left, right in itertools.combinations(range(size), 2):
+        both = found[:, left] & found[:, right]
+        assert stats.binomtest(int(both.sum()), steps, together).pvalue > rare
 
 
 def test_sizes_are_binomial_and_empty_batches_come_at_their_rate() -> None:
-    steps, size = 6000, 10
-    found = members(LogicalBatches(numbered(size), batch_size=2), steps).sum(1)
+    steps, size = 4000, 10
+    found = members(LogicalBatches(Squares(size), batch_size=2), steps).sum(1)
     law = stats.binom(size, 0.2)
     counts = np.bincount(found, minlength=size + 1)
     pooled = [*counts[:6], counts[6:].sum()]
@@ -94,35 +100,7 @@ def test_sizes_are_binomial_and_empty_batches_come_at_their_rate() -> None:
     assert stats.binomtest(int(counts[0]), steps, (1 - 0.2) ** size).pvalue > RARE
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", ["without_replacement", "truncated"])
-def test_of_a_given_size_all_sets_are_equally_likely(sampling: str) -> None:
-    """Of pairs of a fixed size, and of Poisson samples that were cut down to two."""
-    steps, size = 6000, 5
-    options: dict[str, Any] = {"batch_size": 2, "sampling": sampling, "max_physical_batch_size": 2}
-    found = members(LogicalBatches(numbered(size), **options), steps)
-    pairs = found[found.sum(1) == 2]
-    counts = np.array([(pairs[:, left] & pairs[:, right]).sum() for left in range(size) for right in range(left)])
-    assert counts.sum() == len(pairs)
-    assert stats.chisquare(counts).pvalue > RARE
-    if sampling == "without_replacement":
-        assert len(pairs) == steps
-    else:
-        law = stats.binom(size, 0.4)
-        sizes = np.bincount(found.sum(1), minlength=3)
-        assert len(sizes) == 3
-        assert stats.chisquare(sizes, steps * np.array([law.pmf(0), law.pmf(1), law.sf(1)])).pvalue > RARE
-
-
-@pytest.mark.parametrize("sampling", ["poisson", "without_replacement"])
-def test_batches_are_drawn_anew_from_all(sampling: str) -> None:
-    found = members(LogicalBatches(numbered(8), batch_size=2, sampling=sampling), 4000).astype(float)
-    for example in range(8):
-        assert stats.binomtest(int(found[:, example].sum()), 4000, 0.25).pvalue > RARE
-        assert stats.pearsonr(found[:-1, example], found[1:, example]).pvalue > RARE
-
-
-@pytest.mark.parametrize(("size", "batch_size", "steps"), [(40, 4, 10), (7, 2, 4), (5, 2, 2), (3, 3, 1), (10, 7, 1)])
+@pytest.mark.parametrize(("size", "batch_size", "steps"), [(40, 4, 10), (5, 2, 2), (10, 7, 1)])
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 def test_each_way_to_sample_has_its_own_event(neighboring: str, size: int, batch_size: int, steps: int) -> None:
     options: dict[str, Any] = {"batch_size": batch_size, "max_physical_batch_size": 7, "neighboring": neighboring}
@@ -133,32 +111,11 @@ def test_each_way_to_sample_has_its_own_event(neighboring: str, size: int, batch
         "truncated": TruncatedGaussian(**said, dataset_size=size, max_batch_size=7),
     }
     for sampling, event in expected.items():
-        loader = LogicalBatches(numbered(size), **options, sampling=sampling)
+        loader = LogicalBatches(Squares(size), **options, sampling=sampling)
         assert loader.event(1.5) == event
         assert loader.event(1.5).sampling == sampling
         assert len(loader) == steps == len(list(loader))
         assert all(sum(batch.sizes) <= 7 for batch in loader) or sampling == "poisson"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"sampling": "shuffled"},
-            "sampling must be one of 'poisson', 'without_replacement', 'truncated', 'cyclic_poisson', 'cyclic'; got",
-        ),
-        ({"sampling": None}, "sampling must be one of"),
-        ({"neighboring": "replace"}, "neighboring must be one of 'add_or_remove_one', 'replace_one'; got 'replace'"),
-        ({"max_batch_size": 20}, 'max_batch_size must be left out unless sampling="truncated"; got 20'),
-        ({"sampling": "truncated"}, r"max_batch_size must be given with sampling=.truncated."),
-        ({"sampling": "truncated", "max_batch_size": 9}, "max_batch_size must be at least batch_size = 10"),
-        ({"sampling": "truncated", "max_batch_size": float("nan")}, "max_batch_size must be a whole number >= 1"),
-        ({"sampling": "truncated", "max_physical_batch_size": 9}, "max_batch_size must be at least batch_size = 10"),
-    ],
-)
-def test_schemes_are_checked(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        LogicalBatches(numbered(40), **{"batch_size": 10, **options})
 
 
 def test_the_replacement_of_a_sampler_is_said_once_and_names_the_way() -> None:
@@ -168,36 +125,46 @@ def test_the_replacement_of_a_sampler_is_said_once_and_names_the_way() -> None:
     assert "each user is in a batch" in scheme_named("poisson", 10, 2, unit="user").words
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        Subset(Squares(), [0, 1, 1, *range(5, 20)]),
-        ConcatDataset([SQUARES := Squares(), SQUARES]),
-        Subset(Subset(SQUARES, [3, 4, 3, *range(5, 20)]), range(16)),
-        ConcatDataset([SQUARES, Subset(SQUARES, [7])]),
-        ConcatDataset([ConcatDataset([SQUARES]), SQUARES]),
-    ],
-    ids=["subset", "twice", "subset of a subset", "with a part", "nested"],
-)
-def test_rows_that_come_several_times_are_named(data: Any) -> None:
-    with pytest.warns(UserWarning, match=r"has rows several times.* unit_ids="):
-        LogicalBatches(data, batch_size=4)
+class Keyed(Dataset[Any]):
+    """Rows by keys of any kind, whose number it doesn't say."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return torch.zeros(2)
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+SQUARES = Squares()
+ROWS: dict[str, tuple[bool, Any]] = {
+    "subset": (True, Subset(SQUARES, [0, 1, 1, *range(5, 20)])),
+    "twice": (True, ConcatDataset([SQUARES, SQUARES])),
+    "subset of a subset": (True, Subset(Subset(SQUARES, [3, 4, 3, *range(5, 20)]), range(16))),
+    "with a part": (True, ConcatDataset([SQUARES, Subset(SQUARES, [7])])),
+    "nested": (True, ConcatDataset([ConcatDataset([SQUARES]), SQUARES])),
+    "each once": (False, Subset(SQUARES, range(20))),
+    "beyond the length": (False, Subset(Keyed(), [100, 103, *range(18)])),
+    "words": (False, Subset(Keyed(), [f"{key}" for key in range(20)])),
+    "of another one": (False, ConcatDataset([Squares(), Subset(SQUARES, range(3))])),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_come_several_times_are_named(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    twice, data = ROWS[name]
+    assert len(LogicalBatches(data, batch_size=4)) == round(len(data) / 4)
     LogicalBatches(data, batch_size=4, unit_ids=[*range(len(data))])
-    LogicalBatches(Subset(Squares(), range(20)), batch_size=4)
+    said = [str(warning.message) for warning in recwarn]
+    assert len(said) == twice
+    assert all(re.search("has rows several times.* unit_ids=", each) for each in said)
 
 
 ARROW: dict[str, tuple[bool, Callable[[Any, Any], Any]]] = {
     "picked twice": (True, lambda d, data: data.select([0, 1, 1, *range(5, 20)])),
     "concatenated": (True, lambda d, data: d.concatenate_datasets([data, data])),
-    "interleaved": (
-        True,
-        lambda d, data: d.interleave_datasets(
-            [data, d.Dataset.from_dict({"number": [20, 21], "word": ["a", "b"]})], stopping_strategy="all_exhausted"
-        ),
-    ),
-    "parts that overlap": (
-        True, lambda d, data: d.concatenate_datasets([data.select(range(9)), data.select(range(8, 20))]),
-    ),
+    "interleaved": (True, lambda d, data: d.interleave_datasets(
+        [data, d.Dataset.from_dict({"number": [20], "word": ["a"]})], stopping_strategy="all_exhausted")),
+    "overlapping": (True, lambda d, data: d.concatenate_datasets([data.select(range(9)), data.select(range(8, 20))])),
     "with another column": (True, lambda d, data: d.concatenate_datasets([data, data]).remove_columns("word")),
     "shuffled": (True, lambda d, data: d.concatenate_datasets([data, data]).shuffle(seed=1)),
     "a subset of one": (True, lambda d, data: Subset(data.select([*range(19), 3]), range(1, 20))),
@@ -220,39 +187,10 @@ def test_rows_that_an_arrow_table_has_several_times_are_named(name: str, recwarn
     assert ["has rows several times" in str(warning.message) for warning in recwarn] == [True] * twice
 
 
-class Keyed(Dataset[Any]):
-    """Rows by keys of any kind, whose number it doesn't say."""
-
-    def __getitem__(self, key: Any) -> Any:
-        return torch.zeros(2)
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        Subset(Keyed(), list(range(20))),
-        Subset(Keyed(), [100, 103, *range(18)]),
-        Subset(Keyed(), [f"{key}" for key in range(20)]),
-        ConcatDataset([Squares(), Subset(SQUARES, range(3))]),
-    ],
-    ids=["numbers", "beyond", "words", "another"],
-)
-def test_rows_that_come_once_are_not_named(data: Any, recwarn: pytest.WarningsRecorder) -> None:
-    assert len(LogicalBatches(data, batch_size=4)) == round(len(data) / 4)
-    assert [str(warning.message) for warning in recwarn] == []
-
-
 def test_digests_tell_rows_apart_and_no_list_of_all_rows_is_made() -> None:
     many = ConcatDataset([TensorDataset(torch.zeros(1).expand(10**12)) for _ in range(2)])
-    data = [
-        Subset(Keyed(), range(12)),
-        Subset(Keyed(), range(24, 36)),
-        Subset(Keyed(), [f"{key}" for key in range(12)]),
-    ]
-    digests = [rows_digest(each) for each in (*data, many, Subset(many, [1, 2]), Subset(many, [1, 10**12 + 2]))]
+    picked = [Subset(Keyed(), keys) for keys in (range(12), range(24, 36), [f"{key}" for key in range(12)])]
+    digests = [rows_digest(each) for each in (*picked, many, Subset(many, [1, 2]), Subset(many, [1, 10**12 + 2]))]
     assert len({*digests}) == len(digests)
     assert rows_digest(Squares()) == ""
     LogicalBatches(Subset(many, range(20)), batch_size=4)
@@ -267,7 +205,7 @@ def test_digests_tell_rows_of_an_arrow_table_apart() -> None:
 
 
 def test_a_seed_repeats_the_batches_and_goes_on_over_epochs() -> None:
-    first, second = (members(LogicalBatches(numbered(20), batch_size=5, seed=7), 8) for _ in range(2))
+    first, second = (members(LogicalBatches(Squares(20), batch_size=5, seed=7), 8) for _ in range(2))
     assert (first == second).all()
     assert (first[:4] != first[4:]).any()
 
@@ -281,7 +219,8 @@ def test_physical_batches_are_a_division_of_the_logical_one() -> None:
         assert all(size == 6 for size in sizes[:-1])
         assert all(1 <= size <= 6 for size in sizes)
         numbers = torch.cat([part[0] for part in parts])
-        assert len(set(numbers.tolist())) == len(numbers)
+        assert numbers.tolist() == rows(batch)
+        assert len({*rows(batch)}) == len(numbers)
         assert torch.equal(torch.cat([part[1] for part in parts]), numbers**2)
 
 
@@ -291,30 +230,21 @@ def _pair_up(examples: list[tuple[int, int]]) -> dict[str, list[int]]:
 
 def _worker_number() -> int:
     info = torch.utils.data.get_worker_info()
-    return -1 if info is None else info.id + info.dataset.first  # type: ignore[attr-defined]
+    return info.id + info.dataset.first  # type: ignore[attr-defined,union-attr]
 
 
 def _start_at_100(worker: int) -> None:
     torch.utils.data.get_worker_info().dataset.first = 100  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    "options", [{"batch_size": 8, "shuffle": True}, {"batch_sampler": BatchSampler(RandomSampler(Squares()), 8, False)}]
-)
-def test_collate_fn_and_batch_size_of_a_loader_are_kept(options: dict[str, Any]) -> None:
-    loader = taken_over(DataLoader(Squares(), collate_fn=_pair_up, **options))
-    assert loader.batch_size == 8
-    part = next(part for batch in loader for part in batch.physical())
-    assert part["square"] == [number**2 for number in part["number"]]
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
-def test_workers_are_kept_and_batches_stay_in_step() -> None:
+def test_batch_size_collation_and_workers_of_a_loader_are_kept() -> None:
     given = DataLoader(
-        Squares(), 10, collate_fn=_pair_up, num_workers=2, worker_init_fn=_start_at_100, persistent_workers=True
-    )
-    loader = taken_over(given, max_physical_batch_size=3)
-    seen = set()
+        SQUARES, batch_sampler=BatchSampler(RandomSampler(SQUARES), 10, False), collate_fn=_pair_up,
+        num_workers=2, worker_init_fn=_start_at_100, persistent_workers=True,
+    )  # fmt: skip
+    loader, seen = taken_over(given, max_physical_batch_size=3), set()
+    assert loader.batch_size == 10
     for _ in range(2):
         for step, batch in enumerate(loader):
             for part, size in zip(batch.physical(), batch.sizes, strict=True):
@@ -343,52 +273,58 @@ class OwnBatches(BatchSampler):
 @pytest.mark.parametrize(
     ("loader", "says"),
     [
-        (DataLoader(Squares(), 4, sampler=WeightedRandomSampler([1.0] * 40, 40)), "by WeightedRandomSampler, which"),
-        (DataLoader(Squares(), 4, sampler=WeightedRandomSampler([1.0] * 40, 40)), "For rare classes weight the losses"),
-        (DataLoader(Squares(), 4, sampler=SubsetRandomSampler(range(5))), "by SubsetRandomSampler, which"),
-        (DataLoader(Squares(), 4, sampler=SubsetRandomSampler(range(5))), "give torch.utils.data.Subset(dataset, i"),
+        (
+            DataLoader(Squares(), 4, sampler=WeightedRandomSampler([1.0] * 40, 40)),
+            "by WeightedRandomSampler, which .*For rare classes weight the losses",
+        ),
+        (
+            DataLoader(Squares(), 4, sampler=SubsetRandomSampler(range(5))),
+            "by SubsetRandomSampler, which .*give torch.utils.data.Subset",
+        ),
         (DataLoader(Squares(), 4, sampler=range(40)), "by range, which"),
-        (
-            DataLoader(Squares(), batch_sampler=OwnBatches(SequentialSampler(Squares()), 4, False)),
-            "by OwnBatches, which",
-        ),
+        (DataLoader(Squares(), batch_sampler=OwnBatches(SequentialSampler(SQUARES), 4, False)), "by OwnBatches, which"),
         (DataLoader(Squares(), batch_sampler=[[0, 1], [2]]), "by list, which"),
-        (
-            DataLoader(Squares(), batch_sampler=BatchSampler(SubsetRandomSampler([1]), 4, False)),
-            "by SubsetRandomSampler, which",
-        ),
+        (DataLoader(Squares(), batch_sampler=BatchSampler(SubsetRandomSampler([1]), 4, False)), "by SubsetRandomSamp"),
         (DataLoader(Squares(), 4, sampler=RandomSampler(range(30))), "takes the first 30 of 40 examples"),
         (DataLoader(Squares(), 4, sampler=SequentialSampler(range(10))), "would take any of them; pass a plain"),
         (DataLoader(Squares(), batch_size=None), "has batch_size=None"),
-        (OwnOrder(Squares(), 4), "by OwnOrder.__iter__, which"),
+        (OwnOrder(Squares(), 4), r"by OwnOrder\.__iter__, which"),
     ],
 )
 def test_other_samplers_are_refused_with_a_remedy(loader: DataLoader[Any], says: str) -> None:
     with pytest.raises(PrivacyError, match=r"pass a plain DataLoader .* or the dataset itself") as caught:
         LogicalBatches(loader, batch_size=4)
-    assert says in str(caught.value)
+    assert re.search(says, str(caught.value))
 
 
-@pytest.mark.parametrize("data", [Stream(), DataLoader(Stream(), 2), iter([1, 2])])
-def test_streams_are_refused_with_a_remedy(data: Any) -> None:
-    with pytest.raises(PrivacyError, match=r"can't be read at random.*map-style dataset"):
-        LogicalBatches(data, batch_size=2)
+CUT: dict[str, Any] = {"sampling": "truncated"}
 
 
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ([], {"batch_size": 1}, "the dataset is empty"),
-        (Squares(), {}, "batch_size must be given with a dataset"),
-        (Squares(), {"batch_size": 41}, r"batch_size must be at most len\(dataset\) = 40; got 41"),
-        (DataLoader(Squares(), batch_sampler=[[0, 1], [2]]), {}, "no batch_size to take over"),
-        *((Squares(), {"batch_size": wrong}, r"^batch_size must be a whole number") for wrong in (0, 2.5, math.nan)),
-        (Squares(), {"batch_size": 4, "max_physical_batch_size": 0}, "^max_physical_batch_size must be a whole number"),
+        ([], {}, "the dataset is empty"),
+        (Stream(), {}, ".*can't be read at random.*map-style dataset"),
+        (DataLoader(Stream(), 2), {}, ".*can't be read at random.*map-style dataset"),
+        (SQUARES, {"batch_size": None}, "batch_size must be given with a dataset"),
+        (SQUARES, {"batch_size": 41}, r"batch_size must be at most len\(dataset\) = 40; got 41"),
+        (DataLoader(SQUARES, batch_sampler=[[0, 1], [2]]), {"batch_size": None}, ".* no batch_size to take over"),
+        *((SQUARES, {"batch_size": wrong}, "batch_size must be a whole number") for wrong in (0, 2.5, math.nan)),
+        (SQUARES, {"max_physical_batch_size": 0}, "max_physical_batch_size must be a whole number"),
+        (SQUARES, {"sampling": "shuffled"}, "sampling must be one of 'poisson', 'without_replacement', 'truncated', "
+                                            "'cyclic_poisson', 'cyclic'; got"),
+        (SQUARES, {"sampling": None}, "sampling must be one of"),
+        (SQUARES, {"neighboring": "replace"}, "neighboring must be one of 'add_or_remove_one', 'replace_one'; got 're"),
+        (SQUARES, {"max_batch_size": 20}, 'max_batch_size must be left out unless sampling="truncated"; got 20'),
+        (SQUARES, CUT, r"max_batch_size must be given with sampling=.truncated."),
+        (SQUARES, CUT | {"max_batch_size": 9}, "max_batch_size must be at least batch_size = 10"),
+        (SQUARES, CUT | {"max_batch_size": math.nan}, "max_batch_size must be a whole number >= 1"),
+        (SQUARES, CUT | {"max_physical_batch_size": 9}, "max_batch_size must be at least batch_size = 10"),
     ],
-)
-def test_sizes_out_of_range(data: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, PrivacyError), match=message):
-        LogicalBatches(data, **options)
+)  # fmt: skip
+def test_arguments_are_checked(data: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, PrivacyError), match=f"^{message}"):
+        LogicalBatches(data, **{"batch_size": 10, **options})
 
 
 def test_leaving_a_logical_batch_is_reported_and_the_next_one_is_whole() -> None:
@@ -405,24 +341,6 @@ def test_leaving_a_logical_batch_is_reported_and_the_next_one_is_whole() -> None
     owner.left.assert_called_once_with(left, None)
 
 
-class FailsOnce(Squares):
-    failed = False
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        if not self.failed:
-            self.failed = True
-            raise OSError("unreadable")
-        return super().__getitem__(index)
-
-
-def test_a_batch_that_fails_to_load_does_not_shift_the_next() -> None:
-    epoch = iter(LogicalBatches(FailsOnce(), batch_size=20, max_physical_batch_size=4))
-    with pytest.raises(OSError, match="unreadable"):
-        next(next(epoch).physical())
-    batch = next(epoch)
-    assert [len(part[0]) for part in batch.physical()] == batch.sizes
-
-
 def test_a_batch_is_used_once_and_in_its_turn() -> None:
     first, second = list(LogicalBatches(Squares(), batch_size=20))
     with pytest.raises(PrivacyError, match="left when the next one was taken"):
@@ -434,8 +352,7 @@ def test_a_batch_is_used_once_and_in_its_turn() -> None:
 
 def test_loops_over_persistent_workers_do_not_read_from_each_other() -> None:
     data = DataLoader(Squares(), num_workers=1, persistent_workers=True)
-    with pytest.warns(UserWarning, match="is replaced"):
-        loader = LogicalBatches(data, batch_size=20, max_physical_batch_size=2)
+    loader = taken_over(data, batch_size=20, max_physical_batch_size=2)
     older = iter(loader)
     next(older)
     newer = iter(loader)
@@ -446,7 +363,7 @@ def test_loops_over_persistent_workers_do_not_read_from_each_other() -> None:
 
 
 def test_a_loop_is_not_gone_on_with_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader, seeded = LogicalBatches(numbered(40), batch_size=4), LogicalBatches(numbered(40), batch_size=4, seed=1)
+    loader, seeded = LogicalBatches(Squares(40), batch_size=4), LogicalBatches(Squares(40), batch_size=4, seed=1)
     loops = [iter(loader), iter(seeded)]
     parent = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)

@@ -1,6 +1,7 @@
 """Epsilon of the best of a random number of runs: dp-accounting's, and above the exact divergence."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0, 0.5: 0.5, 3
 
 
 @pytest.mark.parametrize("distribution", SHAPES)
-@pytest.mark.parametrize("runs", [1, 10, 37.5])
+@pytest.mark.parametrize("runs", [1, 37.5])
 def test_it_equals_dp_accounting_called_directly(runs: float, distribution: str | float) -> None:
     sampled = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(1.3))
     event = RepeatAndSelectDpEvent(dp_accounting.SelfComposedDpEvent(sampled, 100), runs, SHAPES[distribution])
@@ -56,7 +57,7 @@ def exact_delta(epsilon: float, sigma: float, mean: float, distribution: str) ->
 
 
 @pytest.mark.parametrize("distribution", ["poisson", "geometric"])
-@pytest.mark.parametrize(("sigma", "mean"), [(2.0, 1.0), (2.0, 10.0), (1.0, 10.0), (4.0, 100.0)])
+@pytest.mark.parametrize(("sigma", "mean"), [(2.0, 1.0), (1.0, 10.0), (4.0, 100.0)])
 def test_the_exact_divergence_of_a_search_is_within_it(sigma: float, mean: float, distribution: str) -> None:
     """The largest of Gaussian draws is a search whose score is its result; one run's own epsilon doesn't cover it."""
     setting: dict[str, Any] = {"noise_multiplier": sigma, "sample_rate": 1.0, "steps": 1, "delta": 1e-4}
@@ -82,6 +83,10 @@ def test_the_success_probability_gives_the_mean_back(mean: float, shape: float) 
 
 
 EVENT = Selection((SampledGaussian(0.05, 1.3, 100),), 10)
+
+
+def searched(**changes: Any) -> float:
+    return accounting.selection_epsilon(**{**SETTING, "expected_runs": 10, **changes})
 
 
 def test_a_selection_adds_up_with_steps_by_divergences() -> None:
@@ -113,66 +118,42 @@ def test_membership_bounds_of_a_search_hold_for_its_exact_rates() -> None:
     assert accounting.risk(noise_multiplier=sigma, sample_rate=1.0, steps=1).advantage < bound.advantage
 
 
-def test_membership_bounds_follow_all_epsilons() -> None:
-    bound = accounting.risk_of([EVENT, SampledGaussian(0.05, 2.0, 50)])
-    for delta in (1e-3, 1e-6):
-        grown = math.exp(accounting.epsilon_of([EVENT, SampledGaussian(0.05, 2.0, 50)], delta=delta))
-        for rate in (1e-6, 1e-3, 0.1):
-            assert bound.true_positive_rate(rate) <= 1.05 * (delta + grown * rate)
+def test_the_words_of_a_selection_and_its_ends() -> None:
+    words = accounting.guarantee([EVENT], delta=1e-5)
+    assert f"epsilon {searched():.4g} (RDP) at delta 1e-05, after the best of a random number of runs (poisson" in words
+    assert "of mean 10), each of 100 steps over Poisson samples at rate 0.05 with noise multiplier 1.3." in words
+    assert searched(steps=0) == 0.0
     nothing = Selection((SampledGaussian(0.05, 0.0, 100),), 10)
+    assert accounting.epsilon_of([nothing], delta=1e-5) == math.inf
     assert accounting.risk_of([nothing]).advantage == 1.0
 
 
-def test_the_words_of_a_selection() -> None:
-    words = accounting.guarantee([EVENT], delta=1e-5)
-    spent = accounting.selection_epsilon(**SETTING, expected_runs=10)
-    assert f"epsilon {spent:.4g} (RDP) at delta 1e-05, after the best of a random number of runs (poisson" in words
-    assert "of mean 10), each of 100 steps over Poisson samples at rate 0.05 with noise multiplier 1.3." in words
+RELEASE, OTHER = SampledGaussian(0.5, 1.0), SampledGaussian(0.5, 1.0, relation="replace_one")
+KNOWN = "must be SampledGaussian about add_or_remove_one"
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: searched(expected_runs=0.5), "expected_runs must be a finite number >= 1; got 0.5"),
+    (lambda: searched(distribution="binomial"), "distribution must be one of 'poisson'"),
+    (lambda: searched(distribution=0.0), "distribution must be a finite number > 0; got 0.0"),
+    (lambda: searched(distribution=math.inf), "distribution"),
+    (lambda: searched(distribution=None), "distribution"),
+    (lambda: Selection((FixedSizeGaussian(0.5, 1.0),), 10), KNOWN),
+    (lambda: Selection((OTHER,), 10), KNOWN),
+    (lambda: Selection((JointGaussian((RELEASE,)),), 10), KNOWN),
+    (lambda: Selection((RELEASE, replace(RELEASE, unit="user")), 10), "the same unit"),
+    (lambda: accounting.epsilon_of([EVENT, OTHER], delta=1e-5), "the same neighbours"),
+]
 
 
-def test_no_steps_cost_nothing_and_no_noise_protects_nothing() -> None:
-    assert accounting.selection_epsilon(**{**SETTING, "steps": 0}, expected_runs=10) == 0.0
-    nothing = Selection((SampledGaussian(0.05, 0.0, 100),), 10)
-    assert accounting.epsilon_of([nothing], delta=1e-5) == math.inf
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"expected_runs": 0.5}, ValueError, "expected_runs must be a finite number >= 1; got 0.5"),
-        ({"distribution": "binomial"}, ValueError, "distribution must be one of 'poisson'"),
-        ({"distribution": 0.0}, ValueError, "distribution must be a finite number > 0; got 0.0"),
-        ({"distribution": math.inf}, ValueError, "distribution"),
-        ({"distribution": None}, TypeError, "distribution"),
-    ],
-)
-def test_arguments_out_of_range_are_named(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        accounting.selection_epsilon(**{**SETTING, "expected_runs": 10, **changes})
-
-
-@pytest.mark.parametrize(
-    "event",
-    [FixedSizeGaussian(0.5, 1.0), SampledGaussian(0.5, 1.0, relation="replace_one"),
-     JointGaussian((SampledGaussian(0.5, 1.0),))],
-)  # fmt: skip
-def test_runs_without_known_divergences_are_refused(event: Any) -> None:
-    with pytest.raises(ValueError, match="must be SampledGaussian about add_or_remove_one"):
-        Selection((event,), 10)
-    with pytest.raises(ValueError, match="the same unit"):
-        Selection((SampledGaussian(0.5, 1.0), SampledGaussian(0.5, 1.0, unit="user")), 10)
-
-
-def test_a_selection_beside_steps_that_only_pld_bounds_is_refused() -> None:
-    other = SampledGaussian(0.5, 1.0, relation="replace_one")
-    with pytest.raises(ValueError, match="the same neighbours"):
-        accounting.epsilon_of([EVENT, other], delta=1e-5)
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_has_no_known_divergences_is_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
 
 
 SPENT: list[list[Any]] = [
     [SampledGaussian(rate, noise, steps)]
     for rate, steps in ((0.1, 25), (0.01, 100), (0.001, 50), (1.0, 1))
-    for noise in (0.61, 1.1, 3.5, 12.0)
+    for noise in (0.61, 3.5, 12.0)
 ] + [
     [SampledGaussian(0.1, 4.5, 20), SampledGaussian(0.1, 4.6, 20)],
     [SampledGaussian(0.1, 4.0, 20), SampledGaussian(1.0, 12.0)],

@@ -20,13 +20,29 @@ def groups(model: nn.Sequential, **changes: Any) -> torch.optim.Optimizer:
     )  # fmt: skip
 
 
+class Wide(torch.optim.Optimizer):
+    """Sums up gradients in float64 and counts in an int64 tensor, whatever type the parameters have."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            total = state.get("total", torch.zeros_like(parameter, dtype=torch.float64))
+            state["total"], state["seen"] = total + parameter.grad, state.get("seen", torch.tensor(0)) + 1
+            state["nested"] = {"half": [total.to(torch.float16)], "none": None}
+            parameter.sub_(state["total"].to(parameter.dtype), alpha=0.1)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True),
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01)),
     "groups": groups,
+    "wide": lambda model: Wide(model.parameters()),
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
-    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, centered=True),
 }
 
 
