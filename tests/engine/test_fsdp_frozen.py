@@ -7,6 +7,8 @@ from typing import Any
 import private_runs as runs
 import pytest
 import torch
+from case_models import Wired
+from keeping_models import Codes
 from ranks import on_ranks, outcome
 from sharded import QUIET, sharded, weights
 from torch import Tensor, nn
@@ -22,44 +24,18 @@ DATA = torch.utils.data.TensorDataset(ROWS, torch.arange(24) % 3)
 ALL: dict[str, Any] = {"batch_size": 24, "sampling": "without_replacement"}
 
 
-class Adapted(nn.Module):
+def adapted(inputs: int, outputs: int) -> Wired:
     """A frozen layer and a low-rank adapter."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
-        self.down, self.up = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.base(input) + self.up(self.down(input))
-
-
-class Codes(nn.Module):
-    """Frozen codes into which the forward puts the mean of its examples in some way, and which it adds."""
-
-    def __init__(self, write: str) -> None:
-        super().__init__()
-        self.codes, self.write = nn.Parameter(torch.zeros(4, 5), requires_grad=False), write
-
-    @torch.no_grad()
-    def put(self, mean: Tensor) -> None:
-        if self.write == "in place":
-            self.codes.copy_(mean.expand(4, 5))
-        elif self.write == "through data":
-            self.codes.data.copy_(mean.expand(4, 5))
-        elif self.write == "exchanged data":
-            self.codes.data = mean.expand(4, 5).clone()
-
-    def forward(self, input: Tensor) -> Tensor:
-        added = self.codes.sum() * 1e-3
-        self.put(input.detach().mean(0))
-        return input + added
+    return Wired(
+        lambda m, x: m.base(x) + m.up(m.down(x)), base=nn.Linear(inputs, outputs).requires_grad_(False),
+        down=nn.Linear(inputs, 2, bias=False), up=nn.Linear(2, outputs, bias=False),
+    )  # fmt: skip
 
 
 def network(kind: str) -> nn.Sequential:
     torch.manual_seed(1)
     if kind == "adapters":
-        return nn.Sequential(Adapted(5, 8), nn.Tanh(), Adapted(8, 8), nn.Linear(8, 3))
+        return nn.Sequential(adapted(5, 8), nn.Tanh(), adapted(8, 8), nn.Linear(8, 3))
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
     (model[0] if kind == "layer" else model[0].weight).requires_grad_(False)
     return model
@@ -100,13 +76,19 @@ def test_models_with_frozen_parameters_take_the_steps_of_one_process(tmp_path: P
 
 def written(write: str, by_layer: bool) -> str:
     torch.manual_seed(1)
-    model = nn.Sequential(Codes(write), nn.Linear(5, 3))
+    model = nn.Sequential(Codes(write, "frozen parameter", 5), nn.Linear(5, 3))
     sharded(model, children=by_layer)
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.5)
     return outcome(partial(runs.train, runs.engine_for(model, optimizer, DATA, **ALL), 2))
 
 
-WRITES = [("in place", False), ("in place", True), ("through data", False), ("exchanged data", False), ("none", False)]
+WRITES = [
+    ("in place", False),
+    ("in place", True),
+    ("through data", False),
+    ("exchanged data", False),
+    ("not at all", False),
+]
 
 
 def all_written() -> list[str]:
