@@ -636,10 +636,7 @@ ACCOUNTING = [
     ),
 ]
 
-DISTRIBUTED, RANKS = (
-    "ghostclip/engine/distributed.py",
-    ("tests/engine/test_ranks.py", "tests/engine/test_ranks_refused.py"),
-)
+DISTRIBUTED, RANKS = "ghostclip/engine/distributed.py", ("tests/engine/test_ranks.py",)
 
 SEVERAL_RANKS = [
     Mutant(
