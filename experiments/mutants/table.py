@@ -2432,14 +2432,14 @@ OF_COMPANY = [
         "ghostclip/engine/mechanism.py",
         '            self._history.load_state_dict({**history, "kept": parts}, parameters)\n',
         '            self._history.load_state_dict({**history, "kept": []}, parameters)\n',
-        ("tests/engine/test_fsdp_correlation.py", "-k", "c_times"),
+        ("tests/engine/test_fsdp_engine.py", "-k", "c_times"),
     ),
     Mutant(
         "noise that was interrupted on another rank is gone on with",
         "ghostclip/engine/mechanism.py",
         "any(self._ranks.all_gathered(own))",
         "self._ranks.led(lambda: own)",
-        ("tests/engine/test_fsdp_correlation.py", "-k", "interrupted"),
+        ("tests/engine/test_fsdp_engine.py", "-k", "interrupted"),
     ),
     Mutant(
         "marks of float16 take rows below its precision",
@@ -3841,7 +3841,7 @@ BEFORE = ("tests/engine/test_before.py",)
 SEARCH, SEARCHES = "ghostclip/selection/search.py", ("tests/privacy/test_select.py",)
 CHARGES, NOTED = ("tests/privacy/test_select_charges.py",), "ghostclip/accounting/noted.py"
 COVERS, OF_SEARCHES = "ghostclip/accounting/selection.py", ("tests/privacy/test_selection_epsilon.py",)
-WRITTEN, FROZEN = "ghostclip/sharding/written.py", ("tests/engine/test_fsdp_frozen.py",)
+WRITTEN, FROZEN = "ghostclip/sharding/written.py", ("tests/engine/test_fsdp_fetching.py",)
 
 CHOSEN_PRIVATELY = [
     Mutant(
