@@ -814,7 +814,7 @@ FUZZED = [
 
 BUILD = "ghostclip/native/build.py"
 APPLICABLE, NATIVE = ("tests/layers/test_planner_applicable.py",), ("tests/layers/test_native.py",)
-INTERRUPTS = ("tests/engine/test_interrupts.py",)
+INTERRUPTS = ("tests/engine/test_faults.py",)
 
 AROUND = [
     Mutant(
@@ -2369,7 +2369,7 @@ OF_COMPANY = [
         MIXING_TEST,
         "name in known and not same(known[name][part], tensor)",
         "name in known and known[name][part].shape != tensor.shape",
-        (*COLLATED, "-k", "sort_is_named"),
+        (*COLLATED, "-k", "remedies and sort"),
     ),
     Mutant(
         "long and short texts are in both halves",
@@ -2607,7 +2607,7 @@ OF_COMPANY = [
         MIXING_TEST,
         "        return company if self._batch_moves() else self.place() or company\n",
         "        return self.place() or company\n",
-        (*COLLATED, "-k", "not_the_layer"),
+        (*COLLATED, "-k", "remedies and layer"),
     ),
     Mutant(
         "lists of one entry for each example are not cut",
@@ -3495,7 +3495,7 @@ BY_MARKS = [
         "ghostclip/engine/step.py",
         "        if took_place or self._sums.is_released():\n",
         "        if self._sums.is_released():\n",
-        ("tests/engine/test_interrupts.py", "-k", "behind_the_update"),
+        ("tests/engine/test_faults.py", "-k", "behind_the_update"),
     ),
     Mutant(
         "owners that fit loosely are certain",
@@ -4261,7 +4261,7 @@ USED = [
         "ghostclip/self_check/agreement.py",
         "number = values[place]",
         "number = values[place].clone()",
-        ("tests/engine/test_self_check.py", "-k", "watched"),
+        ("tests/engine/test_self_check.py", "-k", "not_trained and contiguous"),
     ),
     Mutant(
         "products with quantized weights mix along no dimension",

@@ -108,6 +108,10 @@ WRONG = {
     "all frozen": (lambda m: built(m.requires_grad_(False)), ValueError, "no trainable parameter"),
     "a misspelt name": (lambda m: built(m, noise_multiplyer=1.0), TypeError, "noise_multiplyer"),
     "a class": (lambda m: built(m, clipping=PerLayer), TypeError, "clipping is the class PerLayer itself"),
+    "a number as text": (
+        lambda m: built(m, noise_multiplier="1"), TypeError, "^noise_multiplier must be .*; got '1' of type str",
+    ),
+    "a truth value": (lambda m: built(m, batch_size=True), TypeError, "^batch_size must be .*; got True of type bool"),
     "a tuple of tensors": (
         lambda m: built(m, data=COLUMNS),
         TypeError, r"tuple of 2 tensors \(\[24, 5\], \[24\]\).*TensorDataset\(inputs, targets\)",

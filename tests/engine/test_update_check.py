@@ -73,13 +73,6 @@ def test_an_optimizer_s_own_update_is_no_change(closure: bool) -> None:
     assert steps(engine, 2).steps_taken == 5
 
 
-def test_values_written_through_data_are_not_seen() -> None:
-    """As SECURITY.md says."""
-    engine = steps(private())
-    engine.model[0].weight.data.add_(1.0)
-    assert steps(engine).steps_taken == 2
-
-
 def test_what_comes_before_the_first_batch_needs_no_acceptance(tmp_path: Path) -> None:
     engine = private()
     engine.model.load_state_dict({name: value + 1 for name, value in engine.model.state_dict().items()})

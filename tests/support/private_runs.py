@@ -96,17 +96,18 @@ def train_by_hand(engine: PrivacyEngine, loss_fn: Any = losses_of, between: Call
         engine.optimizer.zero_grad()
 
 
-def train_by_closure(engine: PrivacyEngine, between: Callable[[], Any] = lambda: None) -> None:
+def train_by_closure(engine: PrivacyEngine, between: Callable[[], Any] = lambda: None, keyword: bool = False) -> None:
     """The same by closures, which the optimizer's steps call."""
     for batch in engine.batches():
 
-        def closure(batch: Any = batch) -> None:
+        def closure(batch: Any = batch) -> float:
             engine.optimizer.zero_grad()
             for examples in batch.physical():
                 engine.backward(losses_of(engine.model, examples))
                 between()
+            return 7.0
 
-        engine.optimizer.step(closure)
+        assert (engine.optimizer.step(closure=closure) if keyword else engine.optimizer.step(closure)) == 7.0
         engine.optimizer.zero_grad()
 
 
