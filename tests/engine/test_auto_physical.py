@@ -168,9 +168,7 @@ def test_a_limit_is_kept_for_real_passes() -> None:
         ("0::/\n", {}, None),
     ],
 )
-def test_control_groups_are_read(
-    lines: str, files: dict[str, str], expected: int | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_groups_are_read(lines, files, expected, tmp_path, monkeypatch):
     (tmp_path / "cgroup").write_text(lines)
     for name, text in files.items():
         (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -129,9 +129,7 @@ def test_repeatable_noise_protects_nothing() -> None:
         ([{}], {"unit_ids": list(range(24))}, PrivacyError, "protect different things"),
     ],
 )
-def test_what_cannot_be_charged_is_refused(
-    before: list[Any], changes: dict[str, Any], error: type[Exception], message: str, path: Path
-) -> None:
+def test_what_cannot_be_charged_is_refused(before, changes, error, message, path):
     given = [released(**each) if isinstance(each, dict) else each for each in before]
     with pytest.raises(error, match=message):
         engine_for(given, ledger=path, **changes)

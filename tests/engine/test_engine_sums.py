@@ -130,9 +130,7 @@ undisturbed = cache(trained)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.one_in(6)
-def test_what_is_written_between_backward_and_step_has_no_effect(
-    way: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_between_backward_and_step_has_no_effect(way, name, monkeypatch):
     interpret(monkeypatch)
     assert torch.equal(trained(way, WRITES[name]), undisturbed(way))
 

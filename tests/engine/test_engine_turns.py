@@ -93,6 +93,7 @@ def test_the_step_that_is_missing_may_still_be_taken() -> None:
     assert steps(engine).steps_taken == 2
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_a_discarded_batch_is_charged_and_releases_nothing(tmp_path: Path) -> None:
     engine = private(ledger=tmp_path / "run.ledger")
     before = runs.weights(engine.model)
@@ -196,9 +197,7 @@ def test_a_loop_by_hand_without_the_engine_s_hooks_steps_with_nothing(lose: Call
 @pytest.mark.parametrize("lose", LOST)
 @pytest.mark.parametrize("kind", ["standard", "adaptive", "compiled"])
 @pytest.mark.one_in(6)
-def test_engine_step_releases_with_noise_even_without_hooks(
-    lose: Callable[[PrivacyEngine], None], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_step_releases_with_noise_even_without_hooks(lose, kind, monkeypatch):
     """The same sums and the same noise as with them."""
     interpret(monkeypatch)
     found = []

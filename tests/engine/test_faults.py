@@ -100,9 +100,7 @@ def with_workers() -> Iterator[None]:
     ids=["killed", "raised"],
 )
 @pytest.mark.one_in(2)
-def test_a_worker_s_death_costs_its_batch_and_no_more(
-    end: Callable[[], Any], error: type[Exception], words: str, persistent: bool, tmp_path: Path
-) -> None:
+def test_a_worker_s_death_costs_its_batch_and_no_more(end, error, words, persistent, tmp_path):
     loader = DataLoader(Deadly(tmp_path / "once", end), 8, num_workers=1, persistent_workers=persistent)
     training = Training(small_engine(data=loader))
     with pytest.raises(error, match=words):
@@ -191,9 +189,7 @@ REACHED = [
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["step", "by hand"])
 @pytest.mark.parametrize(("options", "folders", "stride"), REACHED)
-def test_ctrl_c_at_any_line(
-    options: dict[str, Any], folders: tuple[str, ...], stride: int, by_hand: bool, tmp_path: Path
-) -> None:
+def test_ctrl_c_at_any_line(options, folders, stride, by_hand, tmp_path):
     """One step after another is interrupted, each a few lines later."""
     graph = options.pop("compile", False)
     training = Training(small_engine(ledger=tmp_path / "run.ledger", **options), by_hand)

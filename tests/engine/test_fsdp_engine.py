@@ -341,9 +341,7 @@ def released(name: str, path: Path, restore: bool, steps: int, hybrid: bool = Fa
     [(2, 2, False), (2, 0, False), (0, 2, False), pytest.param(4, 2, True, marks=pytest.mark.slow)],
 )
 @pytest.mark.one_in(3)
-def test_c_times_the_noise_of_all_shards_is_independent(
-    name: str, first: int, second: int, hybrid: bool, tmp_path: Path
-) -> None:
+def test_c_times_the_noise_of_all_shards_is_independent(name, first, second, hybrid, tmp_path):
     """Before and after a checkpoint, which another number of ranks goes on from; 0: one process, nothing sharded."""
 
     def on(size: int, restore: bool, hybrid: bool = False) -> np.ndarray:

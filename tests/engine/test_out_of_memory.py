@@ -77,9 +77,7 @@ def test_a_divided_batch_is_counted_once_by_an_adaptive_norm() -> None:
 
 
 @pytest.mark.parametrize(("place", "name"), [("release", "saw"), ("_sums", "drop_gradients")])
-def test_memory_that_runs_out_after_sums_were_added_ends_the_batch(
-    place: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_after_sums_were_added_ends_the_batch(place, name, monkeypatch):
     """The piece doesn't come again: its examples would count twice, or those of earlier pieces not at all."""
     engine = small_engine(max_physical_batch_size=None, batch_size=24)
     engine._steps.micro_batches.most = 4

@@ -119,6 +119,7 @@ def test_restoring_and_reports_within_a_step_are_no_changes(tmp_path: Path) -> N
     steps(engine)
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_a_detached_engine_reports_what_it_spent() -> None:
     engine = steps(private())
     spent = engine.epsilon()

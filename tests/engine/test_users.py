@@ -134,6 +134,7 @@ def test_the_first_rows_of_a_user_are_the_ones_used() -> None:
     assert used == {row for row in range(ROWS) if IDS[:row].count(IDS[row]) < 2}
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_epsilon_is_that_of_users_and_says_so() -> None:
     model, data = build("linear")
     engine = runs.engine_for(model, None, data, unit_ids=IDS, batch_size=3, noise_multiplier=2.0, clipping=1.0)

@@ -69,11 +69,11 @@ def masked_mean(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def of_texts(
-    model: Callable[[], nn.Module],
-    losses: Callable[..., Tensor] = class_losses,
-    collate: Callable[[list[Any]], Any] = padded,
-    **options: Any,
-) -> Callable[[], Training]:
+    model,
+    losses=class_losses,
+    collate=padded,
+    **options,
+):
     return lambda: (model(), loader(texts(), collate), losses, options)
 
 
@@ -128,9 +128,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
-def of_features(
-    data: Callable[[], Any], collate: Callable[[list[Any]], Any] = default_collate
-) -> Callable[[], Training]:
+def of_features(data, collate=default_collate):
     return lambda: (network(), loader(data(), collate), plain, {})
 
 
