@@ -865,21 +865,21 @@ AROUND = [
         "            with _open.lock:\n                return function(*args, **kwargs)\n",
         '            with __import__("contextlib").ExitStack() as stack:\n                _open.lock.acquire()\n'
         "                stack.callback(_open.lock.release)\n                return function(*args, **kwargs)\n",
-        INTERRUPTS,
+        (*INTERRUPTS, "-k", "ledgers_lock"),
     ),
     Mutant(
         "Ctrl-C leaves grad mode off",
         "ghostclip/nn/grad_mode.py",
         "            if torch.is_grad_enabled() is not before:\n",
         "            if torch.is_grad_enabled() is None:\n",
-        INTERRUPTS,
+        (*INTERRUPTS, "-k", "grad_mode"),
     ),
     Mutant(
         "Ctrl-C in the optimizer's step leaves grad mode off",
         RELEASE,
         "    @keeping_grad_mode\n    def _before_step(",
         "    def _before_step(",
-        INTERRUPTS,
+        (*INTERRUPTS, "-k", "grad_mode"),
     ),
     Mutant(
         "a ledger that was changed in the middle is written on",

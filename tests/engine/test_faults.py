@@ -16,13 +16,14 @@ import pytest
 import torch
 from case_models import Wired
 from checked_training import NORM, RATE, Broken, Training, broken, small_engine
+from ledgers import EVENT, spent
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import ghostclip
 from ghostclip import GhostClipper
 from ghostclip.engine import PrivacyEngine
-from ghostclip.ledger import turns
+from ghostclip.ledger import Ledger, turns
 
 PLACES: dict[str, Callable[[PrivacyEngine, pytest.MonkeyPatch], object]] = {
     "loss function": lambda engine, patch: patch.setattr(runs, "losses_of", broken),
@@ -177,7 +178,7 @@ def bounded_step(training: Training, slack: float) -> None:
     assert moved <= RATE * NORM * sum(batch.sizes) / 8 * (1 + slack) + slack
 
 
-ENGINE, SLOW = ("engine", "sampling", "noise", "ledger"), pytest.mark.slow
+ENGINE, SLOW = ("engine", "sampling", "noise"), pytest.mark.slow
 REACHED = [
     pytest.param({}, ENGINE, 4, id="engine"),
     pytest.param({"second_pass": "reweight"}, ("",), 1, marks=SLOW, id="reweight"),
@@ -220,6 +221,25 @@ def test_ctrl_c_at_any_line(options, folders, stride, by_hand, tmp_path):
             bounded_step(training, 1e-4 if graph else 0.05)
         else:
             training.checked_step()
+
+
+@pytest.mark.parametrize("block", [1, 1000])
+def test_a_ledgers_lock_is_free_wherever_ctrl_c_comes(block: int, tmp_path: Path) -> None:
+    """And what was granted is in the file, whether each charge is written or a block of them."""
+    path, granted = tmp_path / "run.ledger", 1
+    account = Ledger(path, block=block).account()
+    with Interruption(0, ("ledger",)) as reached:
+        account.charge(EVENT)
+    for at in range(1, len(reached.lines) + 1):
+        with contextlib.suppress(KeyboardInterrupt), Interruption(at, ("ledger",)):
+            account.charge(EVENT)
+        assert not turns._open.lock.locked(), at
+        account.charge(EVENT)
+        granted += 1
+    assert granted > 10
+    assert account.runs[account.run][EVENT] >= granted
+    account.close()
+    assert spent(path) >= granted
 
 
 class CtrlC:
