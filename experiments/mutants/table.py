@@ -637,10 +637,7 @@ ACCOUNTING = [
     ),
 ]
 
-DISTRIBUTED, RANKS = (
-    "ghostclip/engine/distributed.py",
-    ("tests/engine/test_ranks.py", "tests/engine/test_ranks_refused.py"),
-)
+DISTRIBUTED, RANKS = "ghostclip/engine/distributed.py", ("tests/engine/test_ranks.py",)
 
 SEVERAL_RANKS = [
     Mutant(
@@ -818,7 +815,7 @@ FUZZED = [
 
 BUILD = "ghostclip/native/build.py"
 APPLICABLE, NATIVE = ("tests/layers/test_planner_applicable.py",), ("tests/layers/test_native.py",)
-INTERRUPTS = ("tests/engine/test_interrupts.py",)
+INTERRUPTS = ("tests/engine/test_faults.py",)
 
 AROUND = [
     Mutant(
@@ -869,21 +866,21 @@ AROUND = [
         "            with _open.lock:\n                return function(*args, **kwargs)\n",
         '            with __import__("contextlib").ExitStack() as stack:\n                _open.lock.acquire()\n'
         "                stack.callback(_open.lock.release)\n                return function(*args, **kwargs)\n",
-        INTERRUPTS,
+        (*INTERRUPTS, "-k", "ledgers_lock"),
     ),
     Mutant(
         "Ctrl-C leaves grad mode off",
         "ghostclip/nn/grad_mode.py",
         "            if torch.is_grad_enabled() is not before:\n",
         "            if torch.is_grad_enabled() is None:\n",
-        INTERRUPTS,
+        (*INTERRUPTS, "-k", "grad_mode"),
     ),
     Mutant(
         "Ctrl-C in the optimizer's step leaves grad mode off",
         RELEASE,
         "    @keeping_grad_mode\n    def _before_step(",
         "    def _before_step(",
-        INTERRUPTS,
+        (*INTERRUPTS, "-k", "grad_mode"),
     ),
     Mutant(
         "a ledger that was changed in the middle is written on",
@@ -2247,63 +2244,63 @@ RAGGED_NORMS = [
         "ghostclip/engine/budget.py",
         "last = _told_last[self._told.ledger].events if self._told.ledger else []",
         "last: list[Event] = []",
-        RANKS,
+        (*RANKS, "-k", "all_ranks_know"),
     ),
     Mutant(
         "a state of a rank that doesn't lead forgets the ledger",
         "ghostclip/engine/budget.py",
         "            return self._told.head",
         "            return None",
-        RANKS,
+        (*RANKS, "-k", "all_ranks_know"),
     ),
     Mutant(
         "ranks may load states of other steps",
         "ghostclip/engine/snapshots.py",
         '        self._check_alike(found, "when they load a state")\n',
         "",
-        RANKS,
+        (*RANKS, "-k", "refused_on_all and states"),
     ),
     Mutant(
         "ranks may train other parameters of the same sizes",
         "ghostclip/engine/release.py",
         "[(number, p.numel()) for number, p in enumerate(held) if p.requires_grad]",
         "[p.numel() for p in held if p.requires_grad]",
-        RANKS,
+        (*RANKS, "-k", "refused_on_all and frozen"),
     ),
     Mutant(
         "ranks may have other noise",
         "ghostclip/engine/release.py",
         "(self.settings.noise_multiplier, self.settings.batch_size),",
         "None,",
-        RANKS,
+        (*RANKS, "-k", "refused_on_all and noise"),
     ),
     Mutant(
         "ranks may train on other rows of a subset",
         "ghostclip/engine/snapshots.py",
         "= self.loader.rows_digest()",
         '= ""',
-        RANKS,
+        (*RANKS, "-k", "refused_on_all and subset"),
     ),
     Mutant(
         "a group made anew isn't noticed",
         "ghostclip/engine/distributed.py",
         "        if _world_size() > self._world_size:",
         "        if False:",
-        RANKS,
+        (*RANKS, "-k", "join_later"),
     ),
     Mutant(
         "a wrapper's first forward exchanges buffers",
         "ghostclip/engine/distributed.py",
         "wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False",
         "wrapper.require_backward_grad_sync = False",
-        RANKS,
+        (*RANKS, "-k", "no_rank_is_waited_for"),
     ),
     Mutant(
         "each process draws a search of its own",
         "ghostclip/selection/search.py",
         "if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:",
         "if False:",
-        RANKS,
+        (*RANKS, "-k", "refused_on_all and search"),
     ),
     Mutant(
         "a padded position is left out of a Gram norm beside an input that is not finite",
@@ -2373,7 +2370,7 @@ OF_COMPANY = [
         MIXING_TEST,
         "name in known and not same(known[name][part], tensor)",
         "name in known and known[name][part].shape != tensor.shape",
-        (*COLLATED, "-k", "sort_is_named"),
+        (*COLLATED, "-k", "remedies and sort"),
     ),
     Mutant(
         "long and short texts are in both halves",
@@ -2436,14 +2433,14 @@ OF_COMPANY = [
         "ghostclip/engine/mechanism.py",
         '            self._history.load_state_dict({**history, "kept": parts}, parameters)\n',
         '            self._history.load_state_dict({**history, "kept": []}, parameters)\n',
-        ("tests/engine/test_fsdp_correlation.py", "-k", "c_times"),
+        ("tests/engine/test_fsdp_engine.py", "-k", "c_times"),
     ),
     Mutant(
         "noise that was interrupted on another rank is gone on with",
         "ghostclip/engine/mechanism.py",
         "any(self._ranks.all_gathered(own))",
         "self._ranks.led(lambda: own)",
-        ("tests/engine/test_fsdp_correlation.py", "-k", "interrupted"),
+        ("tests/engine/test_fsdp_engine.py", "-k", "interrupted"),
     ),
     Mutant(
         "marks of float16 take rows below its precision",
@@ -2611,7 +2608,7 @@ OF_COMPANY = [
         MIXING_TEST,
         "        return company if self._batch_moves() else self.place() or company\n",
         "        return self.place() or company\n",
-        (*COLLATED, "-k", "not_the_layer"),
+        (*COLLATED, "-k", "remedies and layer"),
     ),
     Mutant(
         "lists of one entry for each example are not cut",
@@ -3499,7 +3496,7 @@ BY_MARKS = [
         "ghostclip/engine/step.py",
         "        if took_place or self._sums.is_released():\n",
         "        if self._sums.is_released():\n",
-        ("tests/engine/test_interrupts.py", "-k", "behind_the_update"),
+        ("tests/engine/test_faults.py", "-k", "behind_the_update"),
     ),
     Mutant(
         "owners that fit loosely are certain",
@@ -3845,7 +3842,7 @@ BEFORE = ("tests/engine/test_before.py",)
 SEARCH, SEARCHES = "ghostclip/selection/search.py", ("tests/privacy/test_select.py",)
 CHARGES, NOTED = ("tests/privacy/test_select_charges.py",), "ghostclip/accounting/noted.py"
 COVERS, OF_SEARCHES = "ghostclip/accounting/selection.py", ("tests/privacy/test_selection_epsilon.py",)
-WRITTEN, FROZEN = "ghostclip/sharding/written.py", ("tests/engine/test_fsdp_frozen.py",)
+WRITTEN, FROZEN = "ghostclip/sharding/written.py", ("tests/engine/test_fsdp_fetching.py",)
 
 CHOSEN_PRIVATELY = [
     Mutant(
@@ -4267,7 +4264,7 @@ USED = [
         "ghostclip/self_check/agreement.py",
         "number = values[place]",
         "number = values[place].clone()",
-        ("tests/engine/test_self_check.py", "-k", "watched"),
+        ("tests/engine/test_self_check.py", "-k", "not_trained and contiguous"),
     ),
     Mutant(
         "products with quantized weights mix along no dimension",

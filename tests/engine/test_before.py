@@ -41,11 +41,9 @@ def spent(*events: Event) -> float:
 def test_it_is_charged_before_the_first_step_and_counts() -> None:
     engine = engine_for([released()])
     assert (engine.events, engine.steps_taken) == ([MEAN], 0)
-    assert engine.epsilon() == pytest.approx(spent(MEAN), rel=1e-9)
     runs.train(engine, 2)
     assert engine.steps_taken == 2
     assert engine.epsilon() == pytest.approx(spent(MEAN, SampledGaussian(1 / 3, 2.0, 2)), rel=1e-3)
-    assert engine.epsilon() > spent(SampledGaussian(1 / 3, 2.0, 2))
     words = engine.guarantee()
     assert "1 step over Poisson samples at rate 1 with noise multiplier 8" in words
     assert "It includes 1 release over all examples before the training (noise multiplier 8)." in words
@@ -131,9 +129,7 @@ def test_repeatable_noise_protects_nothing() -> None:
         ([{}], {"unit_ids": list(range(24))}, PrivacyError, "protect different things"),
     ],
 )
-def test_what_cannot_be_charged_is_refused(
-    before: list[Any], changes: dict[str, Any], error: type[Exception], message: str, path: Path
-) -> None:
+def test_what_cannot_be_charged_is_refused(before, changes, error, message, path):
     given = [released(**each) if isinstance(each, dict) else each for each in before]
     with pytest.raises(error, match=message):
         engine_for(given, ledger=path, **changes)

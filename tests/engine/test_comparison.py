@@ -2,8 +2,7 @@
 
 import logging
 import random
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import private_runs as runs
@@ -11,7 +10,7 @@ import pytest
 import torch
 from collated import Pair
 from honest_losses import HONEST, network, plain, rows
-from mixing_losses import MIXING, above_the_median, over_their_number, own, weights_over_their_sum
+from mixing_losses import MIXING, over_their_number, own, weights_over_their_sum
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -52,13 +51,13 @@ def refused(engine: PrivacyEngine, loss_fn: Callable[..., Tensor]) -> bool:
     return False
 
 
-# By name: dropout, and options.
-SETTINGS: dict[str, tuple[float, dict[str, Any]]] = {
-    "plain": (0.0, {}),
-    "large": (0.0, {"batch_size": 64}),
-    "in parts": (0.0, {"batch_size": 24, "max_physical_batch_size": 8}),
-    "dropout": (0.5, {}),
-    "compiled": (0.0, {}),
+# By name: dropout, how many of how many runs are refused at least, and options.
+SETTINGS: dict[str, tuple[float, int, int, dict[str, Any]]] = {
+    "plain": (0.0, 7, 8, {}),
+    "large": (0.0, 3, 3, {"batch_size": 64}),
+    "in parts": (0.0, 3, 3, {"batch_size": 24, "max_physical_batch_size": 8}),
+    "dropout": (0.5, 7, 8, {}),
+    "compiled": (0.0, 3, 3, {}),
 }
 
 
@@ -66,8 +65,7 @@ SETTINGS: dict[str, tuple[float, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MIXING)
 @pytest.mark.one_in(32)
 def test_losses_that_mix_are_refused_within_six_steps(name: str, setting: str) -> None:
-    dropout, options = SETTINGS[setting]
-    count, least = (8, 7) if setting in ("plain", "dropout") else (3, 3)
+    dropout, least, count, options = SETTINGS[setting]
     caught = 0
     for seed in range(count):
         torch.manual_seed(seed)
@@ -87,7 +85,7 @@ def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("every_batch")
 @pytest.mark.one_in(12)
 def test_honest_losses_are_not_refused(name: str) -> None:
-    for seed in range(3):
+    for seed in range(2):
         torch.manual_seed(seed)
         model, data, loss_fn = HONEST[name]()
         steps(engine := engine_of(model, data, batch_size=16), loss_fn, 10)
@@ -95,7 +93,7 @@ def test_honest_losses_are_not_refused(name: str) -> None:
 
 
 @pytest.mark.usefixtures("every_batch")
-@pytest.mark.parametrize("loss_fn", [weights_over_their_sum, above_the_median, over_their_number])
+@pytest.mark.parametrize("loss_fn", [weights_over_their_sum, over_their_number])
 def test_a_term_that_starts_later_is_refused(loss_fn: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     engine = engine_of(network(), rows())
@@ -116,13 +114,8 @@ def test_later_batches_are_drawn_as_seldom_as_is_said_and_by_no_seed_of_the_user
     assert drawn[0] != drawn[1]
 
 
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
-    with caplog.at_level(logging.INFO, "ghostclip"):
-        yield lambda: "\n".join(caplog.messages)
-
-
-def test_how_often_the_loss_function_is_called(monkeypatch: pytest.MonkeyPatch, log: Callable[[], str]) -> None:
+def test_how_often_the_loss_function_is_called(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    caplog.set_level(logging.INFO, "ghostclip")
     monkeypatch.setattr(first_steps, "SELDOM", 10**9)
     engine = runs.engine_for(runs.network(), batch_size=24, max_physical_batch_size=12)
     calls: list[int] = []
@@ -139,7 +132,7 @@ def test_how_often_the_loss_function_is_called(monkeypatch: pytest.MonkeyPatch, 
     calls.clear()
     steps(engine, counted, 9)
     assert calls == [12, 6, 6, 12, 12] * 2
-    assert log().count("the self-check computes losses of up to 32 examples a few times more") == 1
+    assert caplog.text.count("the self-check computes losses of up to 32 examples a few times more") == 1
 
 
 def test_users_rows_may_depend_on_each_other_and_on_no_other_users() -> None:
@@ -156,48 +149,39 @@ def test_users_rows_may_depend_on_each_other_and_on_no_other_users() -> None:
     assert refused(engine_of(runs.network(), data, **options), weights_over_their_sum)
 
 
-def for_large_batches(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
-    if len(batch[0]) < 12:
-        raise RuntimeError("too few")
-    return loss_fn(model, batch)
-
-
-def test_a_loss_function_that_fails_on_small_batches_is_tried_by_exchanging_rows(log: Callable[[], str]) -> None:
+def test_a_loss_function_that_fails_on_small_batches_is_tried_by_exchanging_rows(caplog: Any) -> None:
+    caplog.set_level(logging.INFO, "ghostclip")
     for loss_fn, mixes in ((own, False), (weights_over_their_sum, True)):
+
+        def for_large_batches(model: nn.Module, batch: Any, loss_fn: Any = loss_fn) -> Tensor:
+            if len(batch[0]) < 12:
+                raise RuntimeError("too few")
+            return loss_fn(model, batch)
+
         torch.manual_seed(0)
         engine = engine_of(network(), rows(), sampling="without_replacement")
-        assert refused(engine, partial(for_large_batches, loss_fn)) == mixes
-        assert "RuntimeError: too few" in log()
+        assert refused(engine, for_large_batches) == mixes
+        assert "RuntimeError: too few" in caplog.text
 
 
 def test_rows_that_are_views_are_copied_by_themselves():
-    class Views(torch.utils.data.Dataset):
-        table = torch.randn(1000, 8)
-
-        def __len__(self):
-            return 1000
-
-        def __getitem__(self, row):
-            return Pair(self.table[row], 0)
-
-    kept = []
-    LoadedRows(Views(), kept.extend, [3, 4], lambda batch: batch).load([0, 1])
+    kept, rows = [], [Pair(row, 0) for row in torch.randn(1000, 8)]
+    LoadedRows(rows, kept.extend, [3, 4], lambda batch: batch).load([0, 1])
     assert all(row.x.untyped_storage().nbytes() < 1000 for row in kept)
 
 
 class Slots:
     __slots__ = ("x", "y")
 
-    def __init__(self, x, y):
-        self.x, self.y = x, y
-
 
 @pytest.mark.parametrize("kind", ["arrays", "slots", "keys"])
 def test_check_does_not_call_a_batch_fine_that_it_can_not_take_apart(kind):
     x, y = torch.randn(8, 5), torch.arange(8) % 3
+    slots = Slots()
+    slots.x, slots.y = x, y
     batch, read = {
         "arrays": ([x.numpy(), y.numpy()], lambda b: [torch.from_numpy(part) for part in b]),
-        "slots": (Slots(x, y), lambda b: [b.x, b.y]),
+        "slots": (slots, lambda b: [b.x, b.y]),
         "keys": (
             {"x": {f"row {n}": x[n] for n in range(8)}, "y": y}, lambda b: [torch.stack([*b["x"].values()]), b["y"]],
         ),

@@ -42,11 +42,6 @@ def assigned(model: nn.Module) -> None:
         parameter.grad = torch.full_like(parameter, 7.0)
 
 
-def other_storage(model: nn.Module) -> None:
-    for grad in filled(model):
-        grad.data.set_(torch.full_like(grad, 7.0))
-
-
 def stepped_with(model: nn.Module) -> None:
     for kind in (torch.optim.SGD, torch.optim.AdamW):
         kind(model.parameters(), lr=0.3, weight_decay=0.5).step()
@@ -56,8 +51,7 @@ def stepped_with(model: nn.Module) -> None:
 WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "assigned": assigned,
     "data": lambda model: [grad.data.mul_(10) for grad in filled(model)],
-    "storage": other_storage,
-    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "storage": lambda model: [grad.data.set_(torch.full_like(grad, 7.0)) for grad in filled(model)],
     "zeros": lambda model: model.zero_grad(set_to_none=False),
     "other optimizers": stepped_with,
     "backward": runs.plain_backward,
@@ -104,9 +98,8 @@ USERS = [row // 2 for row in range(24)]
 # By name: how to train, and with which options.
 WAYS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "loop": (runs.train_by_hand, {}),
-    "bfloat16": (runs.train_by_hand, {"dtype": torch.bfloat16}),
     "users": (runs.train_by_hand, {"unit_ids": USERS, "batch_size": 6, "max_physical_batch_size": 4}),
-    "layers": (runs.train_by_hand, {"clipping": PerLayer(NORM)}),
+    "layers, bfloat16": (runs.train_by_hand, {"clipping": PerLayer(NORM), "dtype": torch.bfloat16}),
     "closures": (runs.train_by_closure, {}),
     "scaler": (scaled_loop, {"loss_scale": GradScaler("cpu")}),
     "step": (whole_steps, {}),
@@ -137,9 +130,7 @@ undisturbed = cache(trained)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.one_in(6)
-def test_what_is_written_between_backward_and_step_has_no_effect(
-    way: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_between_backward_and_step_has_no_effect(way, name, monkeypatch):
     interpret(monkeypatch)
     assert torch.equal(trained(way, WRITES[name]), undisturbed(way))
 
@@ -206,20 +197,18 @@ def test_a_gradient_added_to_what_a_step_left_is_refused() -> None:
 
 
 def test_a_first_amount_is_kept_as_it_is() -> None:
-    parameter = nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16))
-    sums, amount = ParameterSums({0: parameter, 1: parameter}), torch.ones(4, 3)
+    rows, others, number = (nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in ((4, 3), (4, 3), ()))
+    sums, amount = ParameterSums({0: rows, 1: others, 2: number}), torch.ones(4, 3)
     sums.add((0, None), amount)
     assert sums.totals[0] is amount
-    sums.add((0, (1, 3)), torch.ones(2, 3))
-    sums.add((1, (1, 3)), torch.ones(2, 3))
+    for place in (0, 1):
+        sums.add((place, (1, 3)), torch.ones(2, 3))
+    for _ in range(3):
+        sums.add((2, None), torch.ones(()))
     assert sums.totals[0].sum(1).tolist() == [3.0, 6.0, 6.0, 3.0]
     assert sums.totals[1].sum(1).tolist() == [0.0, 3.0, 3.0, 0.0]
     assert sums.totals[1].dtype == torch.float32
-    number = nn.Parameter(torch.zeros(()))
-    numbers = ParameterSums({0: number})
-    for _ in range(3):
-        numbers.add((0, None), torch.ones(()))
-    assert numbers.totals[0] == 3
+    assert sums.totals[2] == 3
 
 
 SHARDED = ["assigned", "data", "zeros", "backward", "other optimizers"]

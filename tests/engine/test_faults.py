@@ -1,6 +1,8 @@
 """Exceptions, Ctrl-C and odd values in a step: nothing unclipped or uncharged is released, and training goes on."""
 
 import contextlib
+import functools
+import gc
 import os
 import signal
 import sys
@@ -12,13 +14,16 @@ from typing import Any
 import private_runs as runs
 import pytest
 import torch
+from case_models import Wired
 from checked_training import NORM, RATE, Broken, Training, broken, small_engine
-from torch import Tensor
+from ledgers import EVENT, spent
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import ghostclip
+from ghostclip import GhostClipper
 from ghostclip.engine import PrivacyEngine
-from ghostclip.ledger import turns
+from ghostclip.ledger import Ledger, turns
 
 PLACES: dict[str, Callable[[PrivacyEngine, pytest.MonkeyPatch], object]] = {
     "loss function": lambda engine, patch: patch.setattr(runs, "losses_of", broken),
@@ -35,34 +40,25 @@ PLACES: dict[str, Callable[[PrivacyEngine, pytest.MonkeyPatch], object]] = {
 }
 
 
-def a_turn(engine: PrivacyEngine, batch: Any, by_hand: bool) -> None:
-    if not by_hand:
-        engine.step(batch, runs.losses_of)
-        return
-    runs.gather(engine, batch)
-    engine.optimizer.step()
-    engine.optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("by_hand", [False, True], ids=["step", "by hand"])
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_at_any_stage_of_a_step(place: str, by_hand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it comes again and again in one loop."""
     training = Training(small_engine(), by_hand)
     training.checked_step()
-    engine, epoch = training.engine, runs.nonempty(training.engine)
+    engine = training.engine
     for failures in range(1, 4):
-        before, batch = runs.weights(engine.model), next(epoch)
+        before = runs.weights(engine.model)
         with monkeypatch.context() as patch:
             PLACES[place](engine, patch)
             with pytest.raises(Broken):
-                a_turn(engine, batch, by_hand)
+                training.step()
         assert engine.steps_taken == 1 + failures * (place in ("noise", "zero_grad"))
         assert torch.equal(runs.weights(engine.model), before) == (place != "zero_grad")
         if by_hand:
             engine.optimizer.zero_grad()
         if by_hand and place == "loss function":  # outside of the engine: it must leave the loop
-            epoch = runs.nonempty(engine)
+            training.epoch = iter(())
         assert all(parameter.grad is None for parameter in engine.model.parameters())
     training.epoch = iter(())
     training.checked_step()
@@ -105,9 +101,7 @@ def with_workers() -> Iterator[None]:
     ids=["killed", "raised"],
 )
 @pytest.mark.one_in(2)
-def test_a_worker_s_death_costs_its_batch_and_no_more(
-    end: Callable[[], Any], error: type[Exception], words: str, persistent: bool, tmp_path: Path
-) -> None:
+def test_a_worker_s_death_costs_its_batch_and_no_more(end, error, words, persistent, tmp_path):
     loader = DataLoader(Deadly(tmp_path / "once", end), 8, num_workers=1, persistent_workers=persistent)
     training = Training(small_engine(data=loader))
     with pytest.raises(error, match=words):
@@ -196,9 +190,7 @@ REACHED = [
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["step", "by hand"])
 @pytest.mark.parametrize(("options", "folders", "stride"), REACHED)
-def test_ctrl_c_at_any_line(
-    options: dict[str, Any], folders: tuple[str, ...], stride: int, by_hand: bool, tmp_path: Path
-) -> None:
+def test_ctrl_c_at_any_line(options, folders, stride, by_hand, tmp_path):
     """One step after another is interrupted, each a few lines later."""
     graph = options.pop("compile", False)
     training = Training(small_engine(ledger=tmp_path / "run.ledger", **options), by_hand)
@@ -229,3 +221,150 @@ def test_ctrl_c_at_any_line(
             bounded_step(training, 1e-4 if graph else 0.05)
         else:
             training.checked_step()
+
+
+@pytest.mark.parametrize("block", [1, 1000])
+def test_a_ledgers_lock_is_free_wherever_ctrl_c_comes(block: int, tmp_path: Path) -> None:
+    """And what was granted is in the file, whether each charge is written or a block of them."""
+    path, granted = tmp_path / "run.ledger", 1
+    account = Ledger(path, block=block).account()
+    with Interruption(0, ("ledger",)) as reached:
+        account.charge(EVENT)
+    for at in range(1, len(reached.lines) + 1):
+        with contextlib.suppress(KeyboardInterrupt), Interruption(at, ("ledger",)):
+            account.charge(EVENT)
+        assert not turns._open.lock.locked(), at
+        account.charge(EVENT)
+        granted += 1
+    assert granted > 10
+    assert account.runs[account.run][EVENT] >= granted
+    account.close()
+    assert spent(path) >= granted
+
+
+class CtrlC:
+    """Raises KeyboardInterrupt at one of the moments in which a context manager of torch's has half changed a mode."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left, self.seen = -1, 0
+        for kind in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled):
+            changes = "__init__" if kind is torch.set_grad_enabled else "__enter__"
+            monkeypatch.setattr(kind, changes, self._ticking(getattr(kind, changes), before=False))
+            monkeypatch.setattr(kind, "__exit__", self._ticking(kind.__exit__, before=True))
+
+    def _tick(self) -> None:
+        self.seen += 1
+        self.left -= 1
+        if self.left == -1:
+            raise KeyboardInterrupt
+
+    def _ticking(self, method: Callable[..., Any], before: bool) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def changed(*args: Any) -> Any:
+            if before:
+                self._tick()
+                return method(*args)
+            found = method(*args)
+            self._tick()
+            return found
+
+        return changed
+
+
+@pytest.fixture(autouse=True)
+def no_callbacks_of_the_collector() -> Iterator[None]:
+    """A signal that comes in one of them (hypothesis has one) is swallowed there, and never reaches the code."""
+    callbacks = gc.callbacks[:]
+    gc.callbacks.clear()
+    yield
+    gc.callbacks.extend(callbacks)
+
+
+def squares(model: nn.Module, x: Any) -> Any:
+    return model(x).square().flatten(1).sum(1)
+
+
+def clip(second_pass: str) -> Callable[[], None]:
+    parts = {"first": nn.LSTM(4, 5, batch_first=True), "second": nn.GRU(5, 3, batch_first=True)}
+    model = Wired(lambda m, x: m.norm(m.second(m.first(x)[0])[0]), **parts, norm=nn.LayerNorm(3))
+    clipper, x = GhostClipper(model, second_pass=second_pass), torch.randn(3, 4, 4)
+
+    def work() -> None:
+        model.zero_grad()
+        clipper.backward(squares(model, x))
+        clipper.norms(squares(model, x), per="layer")
+        clipper.clip(squares, x)
+        clipper.verify(squares, x)
+
+    return work
+
+
+def train(loop: Callable[[PrivacyEngine], Any], compiled: bool = False) -> Callable[[], None]:
+    engine = runs.engine_for(runs.network(), noise_multiplier=1.0, clipping=1.0)
+    engine.compile() if compiled else None
+
+    def work() -> None:
+        engine.optimizer.zero_grad()
+        loop(engine)
+
+    return work
+
+
+WORK: dict[str, Callable[[], Callable[[], None]]] = {
+    "reweight": lambda: clip("reweight"),
+    "cached": lambda: clip("cached"),
+    "engine.step": lambda: train(runs.train),
+    "a loop of one's own": lambda: train(runs.train_by_hand),
+    "compiled": lambda: train(runs.train, compiled=True),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+@pytest.mark.one_in(6)
+def test_grad_mode_is_on_wherever_ctrl_c_comes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ctrl_c = CtrlC(monkeypatch)
+    work = WORK[name]()
+    work()
+    ctrl_c.seen = 0
+    work()
+    moments = ctrl_c.seen
+    assert moments > 4
+    for moment in range(0, moments, max(1, moments // 60)):
+        ctrl_c.left = moment
+        with contextlib.suppress(KeyboardInterrupt):
+            work()
+        assert torch.is_grad_enabled(), moment
+    ctrl_c.left = -1
+    work()
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_failure_leaves_grad_mode_too(enabled: bool) -> None:
+    clipper = GhostClipper(runs.network())
+    with torch.set_grad_enabled(enabled):
+        with pytest.raises(ghostclip.GhostClipError):
+            clipper.backward(torch.zeros(3))
+        assert torch.is_grad_enabled() == enabled
+
+
+def test_after_ctrl_c_behind_the_update_the_next_step_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step was charged and taken; what it left in p.grad is no leak."""
+    engine = runs.engine_for(runs.network(), noise_multiplier=1.0)
+    runs.train(engine, 1)
+    sums, calls = engine._steps.release.sums, []
+    remember = sums.remember_released
+
+    def forgets_the_second_time() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            sums._guard._known.clear()
+            raise KeyboardInterrupt
+        remember()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sums, "remember_released", forgets_the_second_time)
+        with pytest.raises(KeyboardInterrupt):
+            runs.train(engine, 1)
+    assert engine.steps_taken == 2
+    runs.train(engine, 1)
+    assert engine.steps_taken == 3

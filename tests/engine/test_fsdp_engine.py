@@ -1,4 +1,7 @@
-"""The engine on models under FSDP2: the steps of one process, noise drawn once for each shard, and checkpoints."""
+"""The engine on models under FSDP2: the steps of one process, noise drawn once for each shard, and checkpoints.
+
+Of correlated noise each process has the history of its own shards.
+"""
 
 import math
 from collections.abc import Callable
@@ -6,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import private_runs as runs
 import pytest
 import torch
@@ -16,8 +20,9 @@ from sharded import QUIET, grads, settled, sharded, weights, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from ghostclip import PrivacyError
+from ghostclip import GhostClipError, PrivacyError
 from ghostclip.clipping import Adaptive, ByLayer, Composed, Fixed, ProportionalNoise
+from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
 
@@ -43,31 +48,26 @@ def trained(hybrid: bool = False, **options: Any) -> dict[str, Any]:
     return followed(engine, take, weights)
 
 
-def open_layouts(hooked: bool) -> list[bool]:
-    """After each of eight steps, whether the next batch will be measured whatever it is."""
-    engine = runs.engine_for(sharded(runs.network(torch.float64)), None, examples())
-    found: list[bool] = []
+def open_layouts() -> list[list[bool]]:
+    """After each of eight steps, whether the next batch will be measured whatever it is; then with hooks of others."""
+    found: list[list[bool]] = []
+    for hooked in (False, True):
+        engine = runs.engine_for(sharded(runs.network(torch.float64)), None, examples(), sampling="without_replacement")
 
-    def losses_of(model: nn.Module, batch: Any) -> Tensor:
-        losses = runs.losses_of(model, batch)
-        if hooked:
-            losses.register_hook(lambda grad: grad)
-        return losses
+        def losses_of(model: nn.Module, batch: Any, hooked: bool = hooked) -> Tensor:
+            losses = runs.losses_of(model, batch)
+            if hooked:
+                losses.register_hook(lambda grad: grad)
+            return losses
 
-    while len(found) < 8:
-        for batch in engine.batches():
-            engine.step(batch, losses_of)
-            if len(batch.rows[0]) > 1:
-                found.append(engine._steps.release.clipper.passes.is_open)
+        found.append([])
+        runs.train(engine, 8, losses_of, lambda: found[-1].append(engine._steps.release.clipper.passes.is_open))  # noqa: B023
     return found
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_hooks_of_fsdp2_are_no_reason_to_measure_each_batch_and_those_of_others_are(
-    hooked: bool, tmp_path: Path
-) -> None:
-    for found in on_ranks(partial(open_layouts, hooked), tmp_path, 2):
-        assert found[1:] == [hooked] * (len(found) - 1)
+def test_hooks_of_fsdp2_are_no_reason_to_measure_each_batch_and_those_of_others_are(tmp_path: Path) -> None:
+    for found in on_ranks(open_layouts, tmp_path):
+        assert [each[1:] for each in found] == [[False] * 7, [True] * 7]
 
 
 def unnamed(events: list[Any]) -> list[dict[str, Any]]:
@@ -295,3 +295,79 @@ def test_states_of_others_are_refused(state: Any, message: str) -> None:
     one, other = (runs.engine_for(runs.network(), noise_multiplier=each) for each in (1.0, 2.0))
     with pytest.raises(PrivacyError, match=message):
         other.load_state_dict(one.state_dict() if state is None else state)
+
+
+STEPS, SIGMA, MAX_NORM, BATCH = 6, 1.5, 2.0, 4
+CORRELATIONS: dict[str, tuple[Correlation, str]] = {
+    "banded": (BandedToeplitz(bands=3), "cyclic_poisson"),
+    "buffers": (BufferedToeplitz(buffers=2), "cyclic"),
+}
+
+
+def nothing(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """Losses without a gradient: what is released is noise."""
+    return 0 * model(batch[0]).square().sum(1)
+
+
+def correlated(name: str, hybrid: bool = False) -> Any:
+    correlation, sampling = CORRELATIONS[name]
+    torch.manual_seed(0)
+    # 7 rows don't part evenly among ranks.
+    model: Any = sharded(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 200)).double(), hybrid)
+    return runs.engine_for(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), examples(), batch_size=BATCH, noise_multiplier=SIGMA,
+        clipping=MAX_NORM, steps=STEPS, sampling=sampling, correlation=correlation, self_check=False,
+    )  # fmt: skip
+
+
+def released(name: str, path: Path, restore: bool, steps: int, hybrid: bool = False) -> np.ndarray:
+    """The noise in the sums of each of some steps, over its standard deviation, of all ranks; saves what it came to."""
+    engine = correlated(name, hybrid)
+    if restore:
+        engine.restore(path)
+    found: list[Tensor] = []
+    runs.on_step(
+        engine.optimizer, lambda: found.append(torch.cat([each.flatten() for each in grads(engine.model).values()]))
+    )
+    runs.train(engine, steps, nothing)
+    engine.save(path)
+    assert len(engine.events) == 1
+    return torch.stack(found).numpy() * BATCH / (SIGMA * MAX_NORM)
+
+
+@pytest.mark.parametrize("name", CORRELATIONS)
+@pytest.mark.parametrize(
+    ("first", "second", "hybrid"),
+    [(2, 2, False), (2, 0, False), (0, 2, False), pytest.param(4, 2, True, marks=pytest.mark.slow)],
+)
+@pytest.mark.one_in(3)
+def test_c_times_the_noise_of_all_shards_is_independent(name, first, second, hybrid, tmp_path):
+    """Before and after a checkpoint, which another number of ranks goes on from; 0: one process, nothing sharded."""
+
+    def on(size: int, restore: bool, hybrid: bool = False) -> np.ndarray:
+        found = on_ranks(partial(released, name, tmp_path / "runs", restore, STEPS // 2, hybrid), tmp_path, size)
+        assert all(np.array_equal(each, found[0]) for each in found)
+        return found[0]
+
+    noise = np.concatenate([on(first, False, hybrid), on(second, True)])
+    assert_independent_noise(CORRELATIONS[name][0].matrix(steps=STEPS) @ noise)
+    with pytest.raises(AssertionError):
+        assert_independent_noise(noise)
+
+
+def interrupted_noise() -> tuple[list[int], str]:
+    """Steps of each mechanism after rank 1 had no memory for the second one's noise, and what was raised."""
+    engine = correlated("banded")
+    runs.train(engine, 1, nothing)
+    source = engine._mechanism._source
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank():
+            patched.setattr(source, "release", lambda *_: (_ for _ in ()).throw(MemoryError("none left")))
+        with pytest.raises(GhostClipError if dist.get_rank() == 0 else MemoryError, match="none left") as said:
+            runs.train(engine, 1, nothing)
+    runs.train(engine, 2, nothing)
+    return [event.count for event in engine.events], said.typename
+
+
+def test_noise_that_was_interrupted_on_one_rank_begins_a_new_mechanism_on_all(tmp_path: Path) -> None:
+    assert on_ranks(interrupted_noise, tmp_path) == [([2, 2], "PrivacyError"), ([2, 2], "MemoryError")]

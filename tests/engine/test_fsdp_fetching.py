@@ -1,4 +1,7 @@
-"""Models under FSDP2 whose parameters come when layers need them: the engine's sums are those of single examples."""
+"""Models under FSDP2 whose parameters come when layers need them: the engine's sums are those of single examples.
+
+Frozen parameters are no reason to refuse a step, and a forward that writes to one is.
+"""
 
 import math
 from functools import partial
@@ -12,14 +15,17 @@ import torch
 import torch.distributed as dist
 from case_fallback import with_parameters
 from case_models import Wired
+from keeping_models import Codes
 from ranks import on_ranks, outcome
-from sharded import QUIET, losses_of_words, rows, settled, sharded, tagger, whole, words
+from sharded import QUIET, losses_of_words, rows, settled, sharded, tagger, weights, whole, words
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn import Sequential
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
+import ghostclip
 from ghostclip import PrivacyEngine
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
@@ -27,17 +33,15 @@ pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
 NORM, COUNT = 0.3, 7
 
 
-class Blocks(nn.Module):
-    """Layers one after another, each recomputed in the backward if asked for."""
+def recomputed(*layers: nn.Module) -> nn.Module:
+    """Each layer is computed again in the backward."""
 
-    def __init__(self, *layers: nn.Module, again: bool = False) -> None:
-        super().__init__()
-        self.layers, self.again = nn.ModuleList(layers), again
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for layer in m.children():
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
 
-    def forward(self, input: Tensor) -> Tensor:
-        for layer in self.layers:
-            input = checkpoint(layer, input, use_reentrant=False) if self.again else layer(input)
-        return input
+    return Wired(forward, **{f"layer{number}": layer for number, layer in enumerate(layers)})
 
 
 def averaged() -> nn.Module:
@@ -67,24 +71,24 @@ def images() -> list[Tensor]:
 
 # {name: (model, losses, batch)}; every layer is sharded by itself.
 MODELS: dict[str, Any] = {
-    "linear": (lambda: Blocks(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)), runs.losses_of, rows),
+    "linear": (lambda: Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)), runs.losses_of, rows),
     "in place, of positions": (
-        lambda: Blocks(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 5), nn.ReLU(inplace=True), averaged(),
-                        nn.Linear(6, 3)),
+        lambda: Sequential(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 5), nn.ReLU(inplace=True), averaged(),
+                           nn.Linear(6, 3)),
         runs.losses_of, texts,
     ),
     "recomputed": (
-        lambda: Blocks(nn.Linear(5, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3), again=True),
+        lambda: recomputed(nn.Linear(5, 6), Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3)),
         runs.losses_of, rows,
     ),
     "convolutions": (
-        lambda: Blocks(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 3),
+        lambda: Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 3),
                         nn.Flatten(), nn.Linear(12, 3)),
         runs.losses_of, images,
     ),
-    "twice": (lambda: Blocks(twice(), bare(), nn.Linear(5, 3)), runs.losses_of, rows),
+    "twice": (lambda: Sequential(twice(), bare(), nn.Linear(5, 3)), runs.losses_of, rows),
     "frozen": (
-        lambda: Blocks(nn.Linear(5, 6), nn.Linear(6, 6).requires_grad_(False), nn.ReLU(inplace=True), nn.Linear(6, 3)),
+        lambda: Sequential(nn.Linear(5, 6), nn.Linear(6, 6).requires_grad_(False), nn.ReLU(True), nn.Linear(6, 3)),
         runs.losses_of, rows,
     ),
     "tagger": (tagger, lambda model, batch: losses_of_words(model, batch[0]), lambda: [words()]),
@@ -100,7 +104,7 @@ def sharded_by_layer(kind: str, **options: Any) -> nn.Module:
     model = built(kind)
     if kind == "tagger":
         return sharded(model)
-    for layer in model.layers:
+    for layer in model.children():
         if any(True for _ in layer.parameters()):
             fully_shard(layer, **options)
     return fully_shard(model)
@@ -174,7 +178,7 @@ def test_sums_are_those_of_single_examples(ranks: int, options: dict[str, Any], 
 def resident() -> list[list[int]]:
     """Bytes of whole parameters by layer: after a forward, before the second layer's own, and after a backward."""
     model = sharded_by_layer("linear")
-    layers: list[Any] = [model.layers[number] for number in (0, 2, 3)]
+    layers: list[Any] = [model[number] for number in (0, 2, 3)]  # type: ignore[index]
     sizes: list[list[int]] = []
 
     def note(*_: Any) -> None:
@@ -234,3 +238,88 @@ def test_a_batch_whose_sums_were_reduced_in_part_is_lost(tmp_path: Path) -> None
     assert first[0].startswith("PrivacyError: nothing was released, because rank 1 failed")
     assert same
     assert alike
+
+
+ROWS = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
+DATA = torch.utils.data.TensorDataset(ROWS, torch.arange(24) % 3)
+# Half of the examples for each of two ranks: where a Poisson sample leaves a rank less than two, nothing is compared.
+ALL: dict[str, Any] = {"batch_size": 24, "sampling": "without_replacement"}
+
+
+def adapted(inputs: int, outputs: int) -> Wired:
+    """A frozen layer and a low-rank adapter."""
+    return Wired(
+        lambda m, x: m.base(x) + m.up(m.down(x)), base=nn.Linear(inputs, outputs).requires_grad_(False),
+        down=nn.Linear(inputs, 2, bias=False), up=nn.Linear(2, outputs, bias=False),
+    )  # fmt: skip
+
+
+def with_frozen(kind: str) -> nn.Sequential:
+    torch.manual_seed(1)
+    if kind == "adapters":
+        return Sequential(adapted(5, 8), nn.Tanh(), adapted(8, 8), nn.Linear(8, 3))
+    model = Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    (model[0] if kind == "layer" else model[0].weight).requires_grad_(False)
+    return model
+
+
+FROZEN: list[tuple[str, dict[str, Any]]] = [
+    ("weight", {}),
+    ("layer", {}),
+    ("adapters", {"by_layer": True}),
+    ("adapters", {"by_layer": True, "reshard_after_forward": False}),
+]
+
+
+def trained() -> list[Tensor]:
+    """Weights after two steps with all examples; a process alone shards nothing."""
+    found = []
+    for kind, options in FROZEN:
+        model, own = with_frozen(kind), {**options}
+        if own.pop("by_layer", False) and dist.is_initialized():
+            fully_shard(model[0], **own)
+            fully_shard(model[2], **own)
+        model = sharded(model, children=False, **own)  # type: ignore[assignment]
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.5)
+        runs.train(runs.engine_for(model, optimizer, DATA, **ALL, clipping=0.1), 2)
+        found.append(weights(model))
+    return found
+
+
+def test_models_with_frozen_parameters_take_the_steps_of_one_process(tmp_path: Path) -> None:
+    """In the group of the model itself, which stays gathered after a forward, and in others."""
+    alone = trained()
+    for found in on_ranks(trained, tmp_path):
+        for mine, one, (kind, _) in zip(found, alone, FROZEN, strict=True):
+            torch.testing.assert_close(mine, one, rtol=1e-5, atol=1e-6)
+            assert not torch.equal(mine, weights(with_frozen(kind)))
+
+
+# How a forward writes to a frozen parameter, and whether that one is sharded by itself.
+WRITES = [("in place", False), ("in place", True), ("through data", False), ("exchanged data", False)]
+
+
+def written() -> list[str]:
+    said = []
+    for write, by_layer in [*WRITES, ("not at all", False)]:
+        torch.manual_seed(1)
+        model = sharded(Sequential(Codes(write, "frozen parameter", 5), nn.Linear(5, 3)), children=by_layer)
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.5)  # type: ignore[index]
+        said.append(outcome(partial(runs.train, runs.engine_for(model, optimizer, DATA, **ALL), 2)))
+    return said
+
+
+def test_a_frozen_parameter_that_a_forward_writes_to_is_refused(tmp_path: Path) -> None:
+    said = "ExamplesMixError: the self-check found that the forward keeps something of the examples in the frozen para"
+    for found in on_ranks(written, tmp_path):
+        assert [text[: len(said)] for text in found] == [said] * 4 + ["nothing"]
+
+
+def checked() -> list[Any]:
+    """What `check` finds by a batch, and by a loader, in a model that was never gathered."""
+    batches = [list(DATA.tensors), torch.utils.data.DataLoader(DATA, batch_size=8)]
+    return [ghostclip.check(sharded(with_frozen("layer"), children=False), runs.losses_of, batch) for batch in batches]
+
+
+def test_check_finds_nothing_in_a_model_with_frozen_parameters(tmp_path: Path) -> None:
+    assert on_ranks(checked, tmp_path) == [[[], []], [[], []]]

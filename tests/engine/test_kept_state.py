@@ -1,12 +1,13 @@
 """What a forward keeps of its examples, in buffers, attributes or frozen parameters, is refused however it is kept."""
 
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 import private_runs as runs
 import pytest
 import torch
+from case_models import Wired
+from keeping_models import WRITES, Codes
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -18,78 +19,47 @@ from ghostclip.clipper import trial
 WIDTH = 4
 
 
-class Codebook(nn.Module):
-    """Adds to each row the nearest of three codes, which follow the rows by exponential averages (VQ-VAE).
-
-    Args:
-        write: how it keeps them, a name of WRITES.
-        kind: "buffer", "attribute", "array" or "parameter".
-    """
-
-    def __init__(self, write, kind):
-        super().__init__()
-        self.write, codes = WRITES[write], torch.randn(3, WIDTH)
-        if kind == "buffer":
-            self.register_buffer("codes", codes)
-        elif kind == "parameter":
-            self.codes = nn.Parameter(codes, requires_grad=False)
-        else:
-            self.codes = codes.numpy() if kind == "array" else codes
-
-    def forward(self, x):
-        codes = torch.as_tensor(self.codes)
-        nearest = torch.cdist(x.detach(), codes).argmin(1)
-        if self.training:
-            sums = torch.zeros_like(codes).index_add_(0, nearest, x.detach())
-            with torch.no_grad():
-                self.write(self, 0.9 * codes + 0.1 * sums)
-        return x + codes[nearest]
+def keeping(forward, **attributes):
+    """A module with these attributes, of which tensors in tuples are buffers."""
+    module = Wired(forward)
+    for name, value in attributes.items():
+        module.register_buffer(name, *value) if isinstance(value, tuple) else setattr(module, name, value)
+    return module
 
 
-class Kept(nn.Module):
+def bank(keep, start=torch.zeros(0, WIDTH), drawing=False):  # noqa: B008
     """Takes away the mean of what ``keep`` (kept, rows) has kept of the rows until then.
 
-    Args:
-        drawing: it draws random numbers itself, so that trials put it into eval mode.
+    Where it draws random numbers itself, trials put it into eval mode.
     """
 
-    def __init__(self, keep, start=torch.zeros(0, WIDTH), registered=False, drawing=False):  # noqa: B008
-        super().__init__()
-        self.keep, self.drawing = keep, drawing
-        if registered:
-            self.register_buffer("kept", start)
-        else:
-            self.kept = start
-
-    def forward(self, x):
-        x = F.dropout(x, 0.1, self.training and self.drawing)
-        out = x - self.kept.mean(0) if self.kept is not None and len(self.kept) else x
-        if self.training or not self.drawing:
-            self.kept = self.keep(self.kept, x.detach())
+    def forward(m, x):
+        x = F.dropout(x, 0.1, m.training and drawing)
+        out = x - m.kept.mean(0) if m.kept is not None and len(m.kept) else x
+        if m.training or not drawing:
+            m.kept = keep(m.kept, x.detach())
         return out
 
+    return keeping(forward, kept=start)
 
-class AtFirst(nn.Module):
+
+def at_first(m, x):
     """Registers a buffer in the first forward."""
-
-    def forward(self, x):
-        if not hasattr(self, "mean"):
-            self.register_buffer("mean", x.detach().mean(0))
-        return x - self.mean
+    if not hasattr(m, "mean"):
+        m.register_buffer("mean", x.detach().mean(0))
+    return x - m.mean
 
 
-class InContainer(nn.Module):
+def container(means, put):
     """Takes off the mean of what a list, dict, set or deque holds; ``put`` (container, mean) puts batches' means in."""
 
-    def __init__(self, container, put):
-        super().__init__()
-        self.calls, self.means, self.put = 0, container, put
-
-    def forward(self, x):
-        self.calls += 1
-        held = [*(self.means.values() if isinstance(self.means, dict) else self.means)]
-        self.put(self.means, x.detach().mean(0))
+    def forward(m, x):
+        m.calls += 1
+        held = [*(m.means.values() if isinstance(m.means, dict) else m.means)]
+        put(m.means, x.detach().mean(0))
         return x - torch.stack(held).mean(0) if held else x
+
+    return keeping(forward, calls=0, means=means)
 
 
 def replace(container, mean):
@@ -100,48 +70,25 @@ def replace(container, mean):
         container[0] = mean
 
 
-# How codes [3, WIDTH] are kept.
-WRITES = {
-    "through data": lambda module, codes: module.codes.data.copy_(codes),
-    "through numpy": lambda module, codes: np.copyto(module.codes.numpy(), codes.numpy()),
-    "exchanged data": lambda module, codes: setattr(module.codes, "data", codes.clone()),
-    "exchanged": lambda module, codes: setattr(module, "codes", codes.clone()),
-    "in place": lambda module, codes: module.codes.copy_(codes),
-    "through setattr": lambda module, codes: object.__setattr__(module, "codes", codes.clone()),
-    "as an array": lambda module, codes: setattr(module, "codes", codes.numpy().copy()),
-    "within an array": lambda module, codes: np.copyto(module.codes, codes.numpy()),
-}
-TENSORS = [(write, kind) for kind in ("buffer", "attribute") for write in list(WRITES)[:5]]
-CODEBOOKS = [*TENSORS, ("through setattr", "attribute"), ("as an array", "attribute"), ("within an array", "array")]
-
-
-def bank(most):
-    """The rows of the batches before, as many as there were."""
+def last(most):
     return lambda kept, x: torch.cat([kept, x])[-most:]
 
 
-KEEPING: dict[str, Callable[[], nn.Module]] = {
-    "a growing bank": lambda: Kept(bank(10**6)),
-    "a growing bank in a buffer": lambda: Kept(bank(10**6), registered=True),
-    "a bank of 100": lambda: Kept(bank(100)),
-    "the last batch": lambda: Kept(bank(1)),
-    "the first batch": lambda: Kept(lambda kept, x: x if kept is None else kept, None),
-    "a buffer registered in the first forward": AtFirst,
-    "the first batch in a list": lambda: InContainer([], lambda means, mean: means or means.append(mean)),
-    "all batches in a list": lambda: InContainer([], list.append),
-    "the first batch in a dict": lambda: InContainer({}, lambda means, mean: means.setdefault(0, mean)),
-    "all batches in a set": lambda: InContainer(set(), set.add),
-    "the batch before in a list": lambda: InContainer([torch.zeros(WIDTH)], replace),
-    "the batch before in a dict": lambda: InContainer({0: torch.zeros(WIDTH)}, replace),
-    "the batch before in a set": lambda: InContainer({torch.zeros(WIDTH)}, replace),
-    "the batch before in a deque": lambda: InContainer(deque([torch.zeros(WIDTH)], 1), replace),
-    "the last two batches": lambda: InContainer(deque(maxlen=2), deque.append),
-    "a buffer of a module that draws": lambda: Kept(
-        lambda kept, x: 0.9 * kept + 0.1 * x.mean(0), torch.zeros(1, WIDTH), registered=True, drawing=True
+KEEPING = {
+    "a growing bank": lambda: bank(last(10**6)),
+    "a growing bank in a buffer": lambda: bank(last(10**6), (torch.zeros(0, WIDTH),)),
+    "the last example": lambda: bank(last(1)),
+    "the first batch": lambda: bank(lambda kept, x: x if kept is None else kept, None),
+    "a buffer of a module that draws": lambda: bank(
+        lambda kept, x: 0.9 * kept + 0.1 * x.mean(0), (torch.zeros(1, WIDTH),), drawing=True
     ),
-    "a frozen parameter, through data": lambda: Codebook("through data", "parameter"),
-    "a frozen parameter, exchanged data": lambda: Codebook("exchanged data", "parameter"),
-    "a frozen parameter, in place": lambda: Codebook("in place", "parameter"),
+    "a buffer registered in the first forward": lambda: Wired(at_first),
+    "the first batch in a list": lambda: container([], lambda means, mean: means or means.append(mean)),
+    "all batches in a list": lambda: container([], list.append),
+    "the batch before in a list": lambda: container([torch.zeros(WIDTH)], replace),
+    "the batch before in a dict": lambda: container({0: torch.zeros(WIDTH)}, replace),
+    "the batch before in a set": lambda: container({torch.zeros(WIDTH)}, replace),
+    "the last two batches": lambda: container(deque(maxlen=2), deque.append),
 }
 
 
@@ -159,29 +106,53 @@ def steps(model, count=6):
     return engine
 
 
-@pytest.mark.parametrize(("write", "kind"), CODEBOOKS)
-def test_a_codebook_that_follows_private_embeddings_is_refused(write, kind):
-    model = model_of(Codebook(write, kind))
+CODES = [
+    *((write, kind) for kind in ("buffer", "attribute") for write in list(WRITES)[:5]),
+    *((write, "frozen parameter") for write in ("through data", "exchanged data", "in place")),
+    ("through setattr", "attribute"),
+    ("as an array", "attribute"),
+    ("within an array", "array"),
+]
+
+
+@pytest.mark.parametrize(("write", "kind"), CODES)
+def test_codes_that_follow_private_embeddings_are_refused(write, kind):
+    model = model_of(Codes(write, kind, WIDTH))
     before = torch.as_tensor(model[1].codes).clone()
     said = rf"keeps something of the examples in the {kind.replace('array', 'attribute')} '1\.codes'"
     with pytest.raises(UnsupportedModelError, match=said):
         steps(model)
-    assert torch.equal(torch.as_tensor(model[1].codes), before)  # nor did trying leave anything in it
+    if kind != "frozen parameter":  # nor did trying leave anything in it
+        assert torch.equal(torch.as_tensor(model[1].codes), before)
 
 
-@pytest.mark.parametrize("container", [[0], {0: 0}, {0}, deque([0])], ids=repr)
-def test_what_lists_and_the_like_of_a_model_have_in_them_is_as_before_a_trial(container):
-    before = container.copy()
-    layer = InContainer(container, replace)
-    with trial.without_trace(layer):
-        layer.put(layer.means, 7)
-    assert layer.means is container
-    assert container == before
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_follows_the_batch_in_shape_or_hides_is_refused(name):
+    with pytest.raises(UnsupportedModelError):
+        steps(model_of(KEEPING[name]()), 12)
 
 
 def test_what_holds_tensors_is_named_before_numbers():
     with pytest.raises(UnsupportedModelError, match=r"in the attribute '1\.means'"):
-        steps(model_of(InContainer([torch.zeros(WIDTH)], replace)), 12)
+        steps(model_of(KEEPING["the batch before in a list"]()), 12)
+
+
+@pytest.mark.parametrize(("write", "kind"), [CODES[0], CODES[8], CODES[12]])
+def test_check_finds_it(write, kind):
+    torch.manual_seed(2)
+    batch = [torch.randn(6, 5), torch.arange(6) % 3]
+    findings = ghostclip.check(model_of(Codes(write, kind, WIDTH)), runs.losses_of, batch)
+    assert {finding.path for finding in findings} == {"1"}
+    assert any("'codes', which gets no noise" in finding.problem for finding in findings)
+
+
+@pytest.mark.parametrize("held", [[0], {0: 0}, {0}, deque([0])], ids=repr)
+def test_what_lists_and_the_like_of_a_model_have_in_them_is_as_before_a_trial(held):
+    before, layer = held.copy(), container(held, replace)
+    with trial.without_trace(layer):
+        replace(layer.means, 7)
+    assert layer.means is held
+    assert held == before
 
 
 def test_a_module_s_list_of_its_parameters_is_left_alone_by_a_trial():
@@ -192,87 +163,53 @@ def test_a_module_s_list_of_its_parameters_is_left_alone_by_a_trial():
     assert layer._flat_weights[0] is other
 
 
-@pytest.mark.parametrize("name", KEEPING)
-def test_what_follows_the_batch_in_shape_or_hides_is_refused(name):
-    with pytest.raises(UnsupportedModelError):
-        steps(model_of(KEEPING[name]()), 12)
-
-
-@pytest.mark.parametrize(("write", "kind"), TENSORS)
-@pytest.mark.one_in(2)
-def test_check_finds_it(write, kind):
-    torch.manual_seed(2)
-    batch = [torch.randn(6, 5), torch.arange(6) % 3]
-    findings = ghostclip.check(model_of(Codebook(write, kind)), runs.losses_of, batch)
-    assert {finding.path for finding in findings} == {"1"}
-    assert any("'codes', which gets no noise" in finding.problem for finding in findings)
-
-
-class Noting(nn.Module):
+def noting(m, x):
     """Keeps what others may look at between forwards; none of it reaches a later one."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.table = 0, None
-        self.step = torch.zeros(())
-        self.history: list[int] = []
-        self.register_buffer("seen", torch.zeros(()), persistent=False)
-
-    def forward(self, x):
-        self.calls += 1
-        self.step = self.step + 1
-        self.seen.data.add_(1)
-        self.history.append(len(x))
-        if self.table is None or len(self.table) < len(x):  # a cache that grows with its batch
-            self.table = torch.arange(float(len(x)))
-        self.last = F.softmax(x.detach(), 1)  # as models keep their attention for a look at it
-        self.array = np.asarray(self.last.sum(0))
-        return x
+    m.calls += 1
+    m.step = m.step + 1
+    m.seen.data.add_(1)
+    m.history.append(len(x))
+    if m.table is None or len(m.table) < len(x):  # a cache that grows with its batch
+        m.table = torch.arange(float(len(x)))
+    m.last = F.softmax(x.detach(), 1)  # as models keep their attention for a look at it
+    m.array = np.asarray(m.last.sum(0))
+    return x
 
 
 def test_what_each_forward_overwrites_or_counts_is_kept_from_nobody():
-    model = model_of(Noting())
+    seen = (torch.zeros(()), False)
+    model = model_of(keeping(noting, calls=0, table=None, step=torch.zeros(()), history=[], seen=seen))
     engine = steps(model)
     assert engine.steps_taken >= 6
     assert model[1].seen == model[1].step == engine.steps_taken
 
 
-class Metric(nn.Module):
-    """Counts what it has seen, as a metric of torchmetrics in a model does; no loss depends on it."""
+def test_a_metric_in_the_model_is_named_as_private_and_trains_on(caplog):
+    """It counts what it has seen, as one of torchmetrics does; no loss depends on it."""
 
-    def __init__(self):
-        super().__init__()
-        self.total = torch.zeros(())
-
-    def forward(self, x):
-        self.total = self.total + (x.detach() > 0).sum()
+    def metric(m, x):
+        m.total = m.total + (x.detach() > 0).sum()
         return x
 
-
-def test_a_metric_in_the_model_is_named_as_private_and_trains_on(caplog):
-    steps(model_of(Metric()))
+    steps(model_of(keeping(metric, total=torch.zeros(()))))
     assert sum("the attribute '1.total' keeps something of the examples" in said for said in caplog.messages) == 1
 
 
-class Counter(nn.Module):
-    """Counts examples in a buffer."""
-
-    def __init__(self, persistent=True):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()), persistent)
-
-    def forward(self, x):
-        if self.training:
-            self.seen += len(x)
+def counter(persistent):
+    def count(m, x):
+        if m.training:
+            m.seen += len(x)
         return x
+
+    return keeping(count, seen=(torch.zeros(()), persistent))
 
 
 @pytest.mark.parametrize("around", [[], [nn.Dropout(0.1)]], ids=["alone", "beside dropout"])
 def test_a_buffer_that_counts_examples_is_refused(around):
     """How many a batch has is private, and the buffer is published with the model."""
     with pytest.raises(UnsupportedModelError, match=r"in the buffer '1\.seen'"):
-        steps(model_of(Counter(), *around))
+        steps(model_of(counter(True), *around))
 
 
 def test_a_count_that_is_no_part_of_the_model_s_state_is_left_alone():
-    assert steps(model_of(Counter(persistent=False))).steps_taken >= 6
+    assert steps(model_of(counter(False))).steps_taken >= 6

@@ -112,23 +112,26 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def trained(optimizer: str, scaler: Any) -> tuple[ghostclip.PrivacyEngine, list[Tensor]]:
-    """The engine after an epoch of the usual loop, and each step's released gradient and new weights."""
+def trained(optimizer: str, scale: Any, by_hand: bool = True) -> tuple[ghostclip.PrivacyEngine, list[Tensor]]:
+    """The engine after an epoch of the usual loop or of its own, and each step's released gradient and new weights."""
     model, seen = runs.network(), list[Tensor]()
     torch.manual_seed(5)
     engine = runs.engine_for(
         model, OPTIMIZERS[optimizer](model.parameters()), batch_size=2, noise_multiplier=1.3, clipping=0.5,
-        max_physical_batch_size=2, noise="test", seed=3, loss_scale=scaler or 1.0,
+        max_physical_batch_size=2, noise="test", seed=3, loss_scale=scale,
     )  # fmt: skip
+    scaler = scale if isinstance(scale, GradScaler) else GradScaler("cpu", enabled=False)
     runs.on_step(engine.optimizer, lambda: seen.append(runs.grads(model).clone()))
     for batch in engine.batches():
-        for examples in batch.physical():
-            losses = runs.losses_of(model, examples)
-            engine.backward(scaler.scale(losses) if scaler else losses)
-        scaler.step(engine.optimizer) if scaler else engine.optimizer.step()
-        scaler.update() if scaler else None
+        if not by_hand:
+            engine.step(batch, runs.losses_of)
+        else:
+            for examples in batch.physical():
+                engine.backward(scaler.scale(runs.losses_of(model, examples)))
+            scaler.step(engine.optimizer)
+            scaler.update()
+            engine.optimizer.zero_grad()
         seen.append(runs.weights(model))
-        engine.optimizer.zero_grad()
     return engine, seen
 
 
@@ -136,63 +139,52 @@ def trained(optimizer: str, scaler: Any) -> tuple[ghostclip.PrivacyEngine, list[
 @pytest.mark.parametrize("growth", [1, 2000])
 def test_the_loop_with_a_grad_scaler_is_the_loop_without(optimizer: str, growth: int) -> None:
     """Same noise, same sums, same updates, empty batches among them; whatever the scale grows to."""
-    _, expected = trained(optimizer, None)
     scaler = GradScaler("cpu", growth_interval=growth)
     engine, found = trained(optimizer, scaler)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(found, trained(optimizer, 1.0)[1], strict=True):
         assert_close(one, other, 1e-5)
     assert engine.steps_taken == 12
     assert scaler.get_scale() == 65536.0 * (2.0**12 if growth == 1 else 1.0)
     engine.detach()
 
 
-def test_a_disabled_grad_scaler_is_nothing() -> None:
-    for one, other in zip(trained("sgd", None)[1], trained("sgd", GradScaler("cpu", enabled=False))[1], strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("scale", [1024.0, GradScaler("cpu")])
+@pytest.mark.parametrize("scale", [1024.0, GradScaler("cpu"), GradScaler("cpu", enabled=False)])
 def test_the_engines_own_step_scales_by_itself(scale: Any) -> None:
-    found = []
-    for each in (1.0, scale):
-        options = {"loss_scale": each, "noise_multiplier": 1.0, "clipping": 0.5, "noise": "test", "seed": 4}
-        runs.train(engine := runs.engine_for(runs.network(), **options))
-        found.append(runs.weights(engine.model))
-    assert_close(found[1], found[0], 1e-5)
-
-
-def scaled_twice(engine: ghostclip.PrivacyEngine, scaler: GradScaler, losses: Tensor) -> None:
-    runs.leave(engine)
-    runs.train(engine, 1, lambda model, examples: scaler.scale(runs.losses_of(model, examples)))
-
-
-def another_scaler_s(engine: ghostclip.PrivacyEngine, scaler: GradScaler, losses: Tensor) -> None:
-    engine.backward(scaler.scale(losses))
-    other = GradScaler("cpu")
-    other.scale(torch.ones(()))
-    other.step(engine.optimizer)
+    for one, other in zip(trained("sgd", scale, False)[1], trained("sgd", 1.0)[1], strict=True):
+        assert_close(one, other, 1e-5)
 
 
 LAST = r"engine\.backward\(scaler\.scale\(losses\)\)"
-REFUSED: dict[str, tuple[Callable[[ghostclip.PrivacyEngine, GradScaler, Tensor], Any], str]] = {
-    "not scaled": (lambda engine, scaler, losses: engine.backward(losses), LAST),
-    "divided": (lambda engine, scaler, losses: engine.backward(scaler.scale(losses) / 2), LAST),
-    "another factor": (lambda engine, scaler, losses: engine.backward(3 * losses), LAST),
-    "float16": (lambda engine, scaler, losses: engine.backward(scaler.scale(losses.half())), r"output\.float\(\)"),
-    "in engine.step": (scaled_twice, r"return them as they are, engine\.step\(\) scales by itself"),
-    "another scaler": (another_scaler_s, r"PrivacyEngine\(\.\.\., loss_scale=scaler\)"),
-}
+# From a scaler and losses to those that are handed over.
+REFUSED: dict[str, tuple[Callable[[GradScaler, Tensor], Tensor], str]] = {
+    "not scaled": (lambda scaler, losses: losses, LAST),
+    "divided": (lambda scaler, losses: scaler.scale(losses) / 2, LAST),
+    "another factor": (lambda scaler, losses: 3 * losses, LAST),
+    "float16": (lambda scaler, losses: scaler.scale(losses.half()), r"output\.float\(\)"),
+    "in engine.step": (
+        lambda scaler, losses: scaler.scale(losses), r"return them as they are, engine\.step\(\) scales by itself",
+    ),
+    "another scaler": (lambda scaler, losses: scaler.scale(losses), r"PrivacyEngine\(\.\.\., loss_scale=scaler\)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_losses_scaled_otherwise_are_refused(name: str) -> None:
-    work, message = REFUSED[name]
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaled, message = REFUSED[name]
+    scaler, other = (GradScaler("cpu", init_scale=8.0) for _ in range(2))
     engine = runs.engine_for(runs.network(), loss_scale=scaler, noise_multiplier=1.0, batch_size=24)
-    examples = next(next(iter(engine.batches())).physical())
-    losses, before = runs.losses_of(engine.model, examples), runs.weights(engine.model)
+    batch, before = next(iter(engine.batches())), runs.weights(engine.model)
+
+    def step() -> None:
+        if name == "in engine.step":
+            engine.step(batch, lambda model, examples: scaled(scaler, runs.losses_of(model, examples)))
+        for examples in batch.physical():
+            engine.backward(scaled(scaler, runs.losses_of(engine.model, examples)))
+        other.scale(torch.ones(()))
+        other.step(engine.optimizer)
+
     with pytest.raises(PrivacyError, match=message):
-        work(engine, scaler, losses)
+        step()
     assert torch.equal(runs.weights(engine.model), before)
     assert engine.steps_taken == 0
 

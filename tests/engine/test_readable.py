@@ -67,7 +67,7 @@ def test_data_without_a_finite_example_are_named_once(caplog: Any, kind: str, po
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("kind", SPOILT)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 def test_some_finite_examples_are_counted(caplog: Any, kind: str, loop: str, first: bool, bad: int, told: str) -> None:
     """Wherever they are in the logical batch; it is said where more than a quarter is not finite."""
     places = torch.arange(SIZE) if first else torch.arange(SIZE).flip(0)
@@ -110,14 +110,11 @@ class Kept(logging.Handler):
             raise OSError("disk full")
 
 
-def test_a_warning_that_fails_costs_no_step() -> None:
-    engine, log, handler = engine_for(EVERY), logging.getLogger("ghostclip"), Kept(fails=True)
-    log.addHandler(handler)
-    try:
-        with pytest.raises(OSError, match="disk full"):
-            runs.train(engine, 1, losses_with("nan"))
-    finally:
-        log.removeHandler(handler)
+def test_a_warning_that_fails_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(EVERY)
+    monkeypatch.setattr(logging.getLogger("ghostclip"), "handlers", [Kept(fails=True)])
+    with pytest.raises(OSError, match="disk full"):
+        runs.train(engine, 1, losses_with("nan"))
     engine.optimizer.zero_grad()
     runs.train(engine, 1, losses_with("nan"))
     assert engine.steps_taken == 2
@@ -132,7 +129,7 @@ def messages(bad: Tensor) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("good", [None, 0, 1])
+@pytest.mark.parametrize("good", [None, 1])
 def test_ranks_ask_each_other_before_one_of_them_says_it(good: int | None, tmp_path: Path) -> None:
     bad = EVERY if good is None else torch.arange(SIZE) % 2 != good
     leading, other = on_ranks(partial(messages, bad), tmp_path)

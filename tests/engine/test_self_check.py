@@ -3,7 +3,7 @@
 import logging
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import private_runs as runs
 import pytest
 import torch
 from case_models import By, Wired
+from honest_losses import Counting, augmented
 from mixing_losses import weights_over_their_sum
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -103,7 +104,7 @@ def centred() -> nn.Module:
     return By(lambda x: x - x.detach().mean(0))
 
 
-@pytest.mark.parametrize("size", [2, 3, 6])
+@pytest.mark.parametrize("size", [2, 6])
 def test_a_module_in_which_examples_meet_is_named(size: int) -> None:
     model = nn.Sequential(nn.Linear(5, 4), centred(), nn.Dropout(0.2), nn.Linear(4, 3))
     assert_refused(whole_batches(model, runs.data(size)), r"^1: By.*examples that mix; use a layer", by_step)
@@ -120,18 +121,6 @@ def test_a_batch_that_is_not_finite_is_not_compared_but_a_later_one_is() -> None
     assert engine.steps_taken == 1
 
 
-class Tracking(nn.Module):
-    """A count of forwards that outputs don't depend on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = self.seen + self.training
-        return x
-
-
 @pytest.mark.parametrize("options", [{"batch_size": 5}, {"batch_size": 10, "max_physical_batch_size": 5}])
 def test_as_many_features_as_examples_hide_no_mixing(options: dict[str, Any]) -> None:
     model = nn.Sequential(centred(), nn.Linear(5, 3))
@@ -140,26 +129,21 @@ def test_as_many_features_as_examples_hide_no_mixing(options: dict[str, Any]) ->
         runs.train(engine, 5)
 
 
-def shaken(model: nn.Module, examples: list[Tensor]) -> Tensor:
-    """Losses of augmented inputs, by three sources of random numbers."""
-    x = examples[0] * (1 + 0.1 * random.random()) + 0.1 * np.random.randn() + 0.1 * torch.randn(examples[0].shape)
-    return runs.losses_of(model, [x, examples[1]])
-
-
 @every_option
 @pytest.mark.parametrize("step", [by_step, by_backward])
 def test_checking_changes_nothing(options: dict[str, Any], step: Callable[..., None]) -> None:
+    """Neither in buffers nor in what is drawn, by three sources of random numbers."""
     finished = []
     for check in (True, False):
         torch.manual_seed(2)
         np.random.seed(3)
         random.seed(4)
-        model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), Tracking(), nn.Tanh(), nn.Linear(8, 3))
+        model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), Counting(), nn.Tanh(), nn.Linear(8, 3))
         engine = whole_batches(model, noise="test", seed=1, self_check=check, **options)
         for _ in range(3):
-            step(engine, shaken)
-        finished.append(torch.cat([runs.weights(model), model[2].seen[None], torch.rand(1)]))
-        finished[-1] = torch.cat([finished[-1], torch.tensor([random.random(), np.random.rand()])])
+            step(engine, augmented)
+        drawn = torch.tensor([random.random(), np.random.rand(), float(torch.rand(())), model[2].calls])
+        finished.append(torch.cat([runs.weights(model), model[2].seen[None], drawn]))
     assert torch.equal(*finished)
 
 
@@ -170,7 +154,7 @@ def test_a_single_example_has_no_company() -> None:
 
 
 def test_a_trial_ends_as_it_began_even_by_an_error() -> None:
-    model = nn.Sequential(Tracking(), nn.Dropout()).train()
+    model = nn.Sequential(Counting(), nn.Dropout()).train()
     states = random_states()
 
     @torch.no_grad()
@@ -209,45 +193,91 @@ def test_hooks_that_a_forward_adds_are_not_added_twice() -> None:
     assert len(model._forward_hooks) == 1
 
 
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
-    """What was said of parameters that aren't trained: "", or the one message."""
-
-    def message() -> str:
-        found = [said for said in caplog.messages if not said.startswith("a loop that computes its own losses")]
-        assert len(found) <= 1
-        return "".join(found)
-
-    with caplog.at_level(logging.WARNING, "ghostclip"):
-        yield message
-
-
 def adapted() -> Wired:
     """A frozen layer and a low-rank adapter, whose second factor starts at zero."""
     model = Wired(
-        lambda m, x: m.base(x) + m.up(m.down(x)),
-        base=nn.Linear(5, 3),
-        down=nn.Linear(5, 2, bias=False),
-        up=nn.Linear(2, 3, bias=False),
-    )
+        lambda m, x: m.base(x) + m.up(m.down(x)), base=nn.Linear(5, 3).requires_grad_(False),
+        down=nn.Linear(5, 2, bias=False), up=nn.Linear(2, 3, bias=False),
+    )  # fmt: skip
     nn.init.zeros_(model.up.weight)
-    model.base.requires_grad_(False)
     return model
 
 
-@pytest.mark.parametrize("noise", [0.0, 1.0])
-def test_nothing_is_said_when_all_is_well(said: Callable[[], str], noise: float) -> None:
-    runs.train(whole_batches(adapted(), noise_multiplier=noise), 2)
-    assert said() == ""
-
-
-def test_a_parameter_no_loss_depends_on_is_named_once(said: Callable[[], str]) -> None:
-    model = adapted()
-    model.base.requires_grad_(True)
+def with_unused() -> nn.Module:
+    model = adapted().requires_grad_(True)
     model.spare = nn.Linear(2, 2)
-    runs.train(whole_batches(model), 2)
-    assert "no loss of the first batch depends on spare.weight, spare.bias:" in said()
-    assert "the optimizer" not in said().partition("Freeze")[0]
+    return model
+
+
+def transposed() -> nn.Module:
+    """Weights that are not contiguous, as those of a model in the memory format channels_last."""
+    model = runs.network()
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    return model
+
+
+def of_ones() -> nn.Module:
+    model = runs.network(torch.bfloat16)
+    nn.init.ones_(model[0].weight)
+    return model
+
+
+def sgd(rate: float, part: int | None = None) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda model: torch.optim.SGD((model if part is None else model[part]).parameters(), lr=rate)
+
+
+# By name: model, optimizer, options, what is said once.
+SAID: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], str]] = {
+    "all is well": (adapted, sgd(0.5), {}, ""),
+    "all is well without noise": (adapted, sgd(0.5), {"noise_multiplier": 0.0}, ""),
+    "unused": (with_unused, sgd(0.5), {}, "no loss of the first batch depends on spare.weight, spare.bias:"),
+    "not held": (runs.network, sgd(0.1, 2), {}, "the optimizer doesn't hold 0.weight, 0.bias:"),
+    "lost in rounding": (
+        of_ones, sgd(1e-4), {"dataset": runs.data(6, torch.bfloat16), "noise_multiplier": 0.1},
+        "the first update left 0.weight, ",
+    ),
+    "not contiguous": (transposed, sgd(0.5), {}, ""),
+    "not contiguous, lost": (transposed, sgd(1e-30), {}, "the first update left 0.weight, 0.bias, 2.weight"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """What was said: "", or the one message."""
+    caplog.set_level(logging.WARNING, "ghostclip")
+
+    def message() -> str:
+        assert len(caplog.messages) <= 1
+        return caplog.text
+
+    return message
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_parameters_that_are_not_trained_are_named_once(name: str, said: Callable[[], str]) -> None:
+    make, optimizer, options, text = SAID[name]
+    model = make()
+    runs.train(whole_batches(model, optimizer=optimizer(model), **options), 2)
+    assert (text in said()) if text else said() == ""
+    assert "the optimizer" not in said().partition("Freeze")[0] or name != "unused"
+
+
+def test_parameters_of_a_criterion_are_warned_of(said: Callable[[], str]) -> None:
+    temperature = nn.Parameter(torch.ones(()))
+    by_step(whole_batches(runs.network()), lambda model, part: temperature * runs.losses_of(model, part))
+    assert "parameters outside of the model (of shape []), which get no gradient" in said()
+    assert temperature.grad is None
+
+
+def test_a_learning_rate_of_zero_is_waited_for(said: Callable[[], str]) -> None:
+    optimizer = sgd(0.0, 2)(model := runs.network())
+    engine = whole_batches(model, optimizer=optimizer)
+    by_step(engine)
+    assert said() == ""
+    optimizer.param_groups[0]["lr"] = 0.1
+    by_step(engine)
+    assert "doesn't hold 0.weight, 0.bias" in said()
 
 
 def test_losses_that_depend_on_no_parameter_are_refused() -> None:
@@ -256,12 +286,6 @@ def test_losses_that_depend_on_no_parameter_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="no loss of the first batch depends on a trainable parameter"):
         by_step(engine, lambda model, batch: model(batch[0]).detach().requires_grad_().sum(1))
     assert engine.steps_taken == 0
-
-
-def test_a_parameter_the_optimizer_does_not_hold_is_named(said: Callable[[], str]) -> None:
-    model = runs.network()
-    by_backward(whole_batches(model, optimizer=torch.optim.SGD(model[2].parameters(), lr=0.1)))
-    assert "the optimizer doesn't hold 0.weight, 0.bias:" in said()
 
 
 @pytest.mark.parametrize(
@@ -291,6 +315,7 @@ def test_a_change_in_mid_run_is_said_once(caplog: Any, tmp_path: Any, change: An
     assert caplog.text.count(line) == 1 == len(caplog.messages)
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_losses_without_a_loss_function_are_said_to_be_untested(caplog: pytest.LogCaptureFixture) -> None:
     engine, tested = (whole_batches(runs.network()) for _ in range(2))
     unchecked = whole_batches(runs.network(), self_check=False)
@@ -330,6 +355,7 @@ def by_a_generator_of_its_own() -> Callable[..., Tensor]:
 ZEROS = TensorDataset(torch.zeros(10, 5), torch.zeros(10, dtype=torch.long))
 
 
+@pytest.mark.usefixtures("coarse_losses")
 @pytest.mark.parametrize("alike", [True, False], ids=["all alike", "other ones each time"])
 @pytest.mark.filterwarnings("ignore:.* has rows several times")
 def test_losses_that_could_not_be_compared_do_not_count_as_tested(alike: bool, caplog: Any) -> None:
@@ -358,45 +384,6 @@ def test_a_batch_that_had_its_step_is_let_go_of() -> None:
     seen = weakref.ref(batch)
     del batch
     assert seen() is None
-
-
-def test_an_update_lost_in_rounding_is_named(said: Callable[[], str]) -> None:
-    model = runs.network(torch.bfloat16)
-    nn.init.ones_(model[0].weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    by_step(whole_batches(model, runs.data(6, torch.bfloat16), optimizer=optimizer, noise_multiplier=0.1))
-    assert "the first update left 0.weight, " in said()
-
-
-def test_parameters_of_a_criterion_are_warned_of(said: Callable[[], str]) -> None:
-    temperature = nn.Parameter(torch.ones(()))
-    engine = whole_batches(runs.network())
-    for batch in engine.batches():
-        engine.step(batch, lambda model, part: temperature * runs.losses_of(model, part))
-        break
-    assert "parameters outside of the model (of shape []), which get no gradient" in said()
-    assert temperature.grad is None
-
-
-@pytest.mark.parametrize("rate", [0.5, 1e-30])
-def test_parameters_that_are_not_contiguous_are_watched(rate: float, said: Callable[[], str]) -> None:
-    """As those of a model in the memory format channels_last, or weights that were transposed."""
-    model = runs.network()
-    for layer in (model[0], model[2]):
-        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
-    by_step(whole_batches(model, optimizer=torch.optim.SGD(model.parameters(), lr=rate)))
-    assert ("the first update left 0.weight, 0.bias, 2.weight" in said()) == (rate < 0.1)
-
-
-def test_a_learning_rate_of_zero_is_waited_for(said: Callable[[], str]) -> None:
-    model = runs.network()
-    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.0)
-    engine = whole_batches(model, optimizer=optimizer)
-    by_step(engine)
-    assert said() == ""
-    optimizer.param_groups[0]["lr"] = 0.1
-    by_step(engine)
-    assert "doesn't hold 0.weight, 0.bias" in said()
 
 
 @every_option

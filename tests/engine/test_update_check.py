@@ -1,6 +1,7 @@
 """Trained parameters move in charged steps only, and stay the objects they were, or an error says so."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +16,17 @@ from torch.nn.utils import parametrize
 
 from ghostclip import PrivacyError
 
-OTHERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
-
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("first", [0, 2], ids=["at first", "after steps"])
-def test_a_second_optimizer_is_noticed_at_the_next_batch_and_in_every_report(
-    name: str, first: int, tmp_path: Path
-) -> None:
-    engine = steps(private(), first)
-    runs.gather(engine, next(runs.nonempty(engine)))
-    runs.plain_backward(engine.model)
-    OTHERS[name](engine.model.parameters(), lr=0.1).step()
-    assert_all_refuse(engine, MOVED, tmp_path)
-    assert engine.steps_taken == first
-
-
-def test_a_second_optimizer_is_noticed_between_a_batch_s_start_and_its_first_backward() -> None:
-    engine = private()
-    examples = next(next(runs.nonempty(engine)).physical())
-    runs.plain_backward(engine.model)
-    torch.optim.SGD(engine.model.parameters(), lr=0.1).step()
-    engine.optimizer.zero_grad()
-    with pytest.raises(PrivacyError, match=MOVED):
-        engine.backward(runs.losses_of(engine.model, examples))
-
-
-@pytest.mark.parametrize("closure", [False, True])
-def test_an_optimizer_s_own_update_is_no_change(closure: bool) -> None:
-    model = runs.network()
-    engine = private(model, Decaying(model.parameters(), lr=0.01))
-    LOOPS["closure" if closure else "by hand"](engine)
-    assert steps(engine, 2).steps_taken == 5
+@torch.enable_grad()
+def stepped_by(kind, model):
+    """A second optimizer, by gradients of its own."""
+    runs.plain_backward(model)
+    kind(model.parameters(), lr=0.1).step()
 
 
 CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
+    "sgd": partial(stepped_by, torch.optim.SGD),
+    "adamw": partial(stepped_by, torch.optim.AdamW),
     "in place": lambda model: model[2].bias.add_(1.0),
     "at once": lambda model: torch._foreach_mul_(list(model.parameters()), 0.5),
     "state dict": lambda model: model.load_state_dict(runs.network().state_dict()),
@@ -58,26 +35,42 @@ CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@torch.no_grad()
+@pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.one_in(3)
-def test_changes_from_outside_are_refused_until_they_are_accepted(name: str, tmp_path: Path) -> None:
-    with torch.enable_grad():
-        engine = steps(private())
-    CHANGES[name](engine.model)
+def test_changes_from_outside_are_refused_until_they_are_accepted(name: str, gathered: bool, tmp_path: Path) -> None:
+    """At the next batch and in every report; also where a batch was gathered, which then has no step."""
+    engine = steps(private())
+    if gathered:
+        runs.gather(engine, next(runs.nonempty(engine)))
+    with torch.no_grad():
+        CHANGES[name](engine.model)
     assert_all_refuse(engine, MOVED, tmp_path)
+    if gathered:
+        engine.batches().discard()
+    engine.optimizer.zero_grad()
     engine.accept_parameters()
     assert engine.epsilon() > 0
     engine.save(tmp_path / "x")
-    with torch.enable_grad():
-        steps(engine, 3)
-    assert engine.steps_taken == 4
+    assert steps(engine, 3).steps_taken == 4 + gathered
 
 
-def test_values_written_through_data_are_not_seen() -> None:
-    """As SECURITY.md says."""
-    engine = steps(private())
-    engine.model[0].weight.data.add_(1.0)
-    assert steps(engine).steps_taken == 2
+def test_a_second_optimizer_before_the_first_step_is_noticed(tmp_path: Path) -> None:
+    """Between a batch's start and its first backward, and in all reports though nothing was spent."""
+    engine = private()
+    examples = next(next(runs.nonempty(engine)).physical())
+    CHANGES["sgd"](engine.model)
+    engine.optimizer.zero_grad()
+    with pytest.raises(PrivacyError, match=MOVED):
+        engine.backward(runs.losses_of(engine.model, examples))
+    assert_all_refuse(engine, MOVED, tmp_path)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_an_optimizer_s_own_update_is_no_change(closure: bool) -> None:
+    model = runs.network()
+    engine = private(model, Decaying(model.parameters(), lr=0.01))
+    LOOPS["closure" if closure else "by hand"](engine)
+    assert steps(engine, 2).steps_taken == 5
 
 
 def test_what_comes_before_the_first_batch_needs_no_acceptance(tmp_path: Path) -> None:
@@ -126,6 +119,7 @@ def test_restoring_and_reports_within_a_step_are_no_changes(tmp_path: Path) -> N
     steps(engine)
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_a_detached_engine_reports_what_it_spent() -> None:
     engine = steps(private())
     spent = engine.epsilon()
@@ -162,33 +156,26 @@ OBJECTS: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-@pytest.mark.parametrize("before", [0, 2], ids=["before the first batch", "after steps"])
-def test_types_and_objects_that_change_are_refused(name: str, before: int, tmp_path: Path) -> None:
-    engine = steps(private(), before)
-    change, message = OBJECTS[name]
+@pytest.mark.parametrize("taken", [0, 2], ids=["before the first batch", "after steps"])
+def test_types_and_objects_that_change_are_refused(name: str, taken: int, tmp_path: Path) -> None:
+    """And within a batch at its step."""
+    engine, within, (change, message) = steps(private(), taken), private(), OBJECTS[name]
     change(engine.model)
     assert_all_refuse(engine, message, tmp_path)
     with pytest.raises(PrivacyError, match=message):
         engine.accept_parameters()
-
-
-@pytest.mark.parametrize("name", OBJECTS)
-def test_types_and_objects_that_change_within_a_batch_are_refused_at_its_step(name: str) -> None:
-    engine = private()
-    runs.gather(engine, next(runs.nonempty(engine)))
-    change, message = OBJECTS[name]
-    change(engine.model)
+    runs.gather(within, next(runs.nonempty(within)))
+    change(within.model)
     with pytest.raises(PrivacyError, match=message):
-        engine.optimizer.step()
-    assert engine.steps_taken == 0
+        within.optimizer.step()
+    assert within.steps_taken == 0
 
 
 def test_modules_without_parameters_may_come_and_go() -> None:
     engine = steps(private())
     engine.model[1] = nn.ReLU()
-    steps(engine)
     engine.model.append(nn.Identity())
-    assert steps(engine).steps_taken == 3
+    assert steps(engine).steps_taken == 2
 
 
 LOOPS = {"by hand": runs.train_by_hand, "closure": runs.train_by_closure, "engine.step": runs.train}

@@ -25,21 +25,10 @@ def of_tokens(m: Any, tokens: Tensor) -> Tensor:
     return m.head((seen + m.attention(seen, seen, seen, need_weights=False)[0]).mean(1))
 
 
-def attentive() -> nn.Module:
-    attention = nn.MultiheadAttention(6, 2, batch_first=True)
-    parts = {"embed": nn.Embedding(11, 6), "norm": nn.LayerNorm(6), "head": nn.Linear(6, 3)}
-    return Wired(of_tokens, attention=attention, **parts)
-
-
 def over_time(m: Any, sequences: Tensor) -> Tensor:
     """Layers over [time, rows, features], which are told so by ``batch_dim``."""
     seen = m.norm(m.lift(sequences.transpose(0, 1))).tanh()
     return m.head(m.gru(seen)[0]).mean(0)
-
-
-def time_first() -> nn.Module:
-    parts = {"lift": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "gru": nn.GRU(4, 5), "head": nn.Linear(5, 3)}
-    return wrap(Wired(over_time, **parts), batch_dim=1)
 
 
 def folded(m: Any, sequences: Tensor) -> Tensor:
@@ -50,8 +39,16 @@ def folded(m: Any, sequences: Tensor) -> Tensor:
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear": (runs.network, lambda: torch.randn(ROWS, 5)),
-    "tokens": (attentive, lambda: torch.randint(0, 11, (ROWS, 4))),
-    "time first": (time_first, lambda: torch.randn(ROWS, 6, 3)),
+    "tokens": (
+        lambda: Wired(of_tokens, embed=nn.Embedding(11, 6), norm=nn.LayerNorm(6), head=nn.Linear(6, 3),
+                      attention=nn.MultiheadAttention(6, 2, batch_first=True)),
+        lambda: torch.randint(0, 11, (ROWS, 4)),
+    ),
+    "time first": (
+        lambda: wrap(Wired(over_time, lift=nn.Linear(3, 4), norm=nn.LayerNorm(4), gru=nn.GRU(4, 5),
+                           head=nn.Linear(5, 3)), batch_dim=1),
+        lambda: torch.randn(ROWS, 6, 3),
+    ),
     "folded, positions first": (
         lambda: Wired(folded, lift=nn.Linear(3, 4), head=nn.Linear(4, 3)), lambda: torch.randn(ROWS, 6, 3),
     ),
@@ -137,20 +134,13 @@ def test_the_first_rows_of_a_user_are_the_ones_used() -> None:
     assert used == {row for row in range(ROWS) if IDS[:row].count(IDS[row]) < 2}
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_epsilon_is_that_of_users_and_says_so() -> None:
     model, data = build("linear")
     engine = runs.engine_for(model, None, data, unit_ids=IDS, batch_size=3, noise_multiplier=2.0, clipping=1.0)
     runs.train(engine)
     assert engine.epsilon() == accounting.epsilon(noise_multiplier=2.0, sample_rate=3 / 9, steps=3, delta=1e-5)
     assert "one user (all examples of theirs)" in engine.guarantee()
-
-
-def test_losses_must_be_one_for_each_row() -> None:
-    model, data = build("linear")
-    engine = runs.engine_for(model, None, data, unit_ids=IDS, batch_size=9, self_check=False)
-    part = next(next(iter(engine.batches())).physical())
-    with pytest.raises(LossShapeError, match=r"exactly \[\d+\], one for each row"):
-        engine.backward(runs.losses_of(model, part).unsqueeze(1))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +158,12 @@ def test_wrong_ids_are_refused(options: dict[str, Any], error: type[Exception], 
         LogicalBatches(TensorDataset(torch.arange(ROWS)), **{"batch_size": 3, **options})
 
 
-def test_compiling_is_refused() -> None:
+def test_what_users_do_not_go_with_is_refused() -> None:
+    """Losses of another shape than one for each row, and compiled steps."""
     model, data = build("linear")
-    with pytest.raises(ValueError, match="compile\\(\\) and unit_ids don't go together"):
-        runs.engine_for(model, None, data, unit_ids=IDS, batch_size=3).compile()
+    engine = runs.engine_for(model, None, data, unit_ids=IDS, batch_size=9, self_check=False)
+    part = next(next(iter(engine.batches())).physical())
+    with pytest.raises(LossShapeError, match=r"exactly \[\d+\], one for each row"):
+        engine.backward(runs.losses_of(model, part).unsqueeze(1))
+    with pytest.raises(ValueError, match=r"compile\(\) and unit_ids don't go together"):
+        engine.compile()

@@ -6,7 +6,6 @@ from typing import Any
 
 import private_runs as runs
 import pytest
-import torch
 from torch import nn
 
 from ghostclip import PrivacyError
@@ -24,15 +23,6 @@ def steps(engine: PrivacyEngine, count: int = 1) -> PrivacyEngine:
     for _ in range(count):
         engine.step(next(iter(engine.batches())), runs.losses_of)
     return engine
-
-
-def by_hand(engine: PrivacyEngine, optimizer: torch.optim.Optimizer, gather: bool = True) -> None:
-    """One step of a loop by hand over a batch that isn't empty."""
-    batch = next(runs.nonempty(engine))
-    if gather:
-        runs.gather(engine, batch)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def assert_all_refuse(engine: PrivacyEngine, message: str, folder: Path) -> None:

@@ -69,11 +69,11 @@ def masked_mean(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def of_texts(
-    model: Callable[[], nn.Module],
-    losses: Callable[..., Tensor] = class_losses,
-    collate: Callable[[list[Any]], Any] = padded,
-    **options: Any,
-) -> Callable[[], Training]:
+    model,
+    losses=class_losses,
+    collate=padded,
+    **options,
+):
     return lambda: (model(), loader(texts(), collate), losses, options)
 
 
@@ -82,14 +82,6 @@ def token_losses_over(count: Callable[[dict[str, Any]], Any]) -> Callable[..., T
 
 
 # Padding to the longest text of the batch.
-
-
-def with_attention(m: Wired, batch: dict[str, Tensor]) -> Tensor:
-    return m.head(m.layer(m.emb(batch["ids"]), src_key_padding_mask=~batch["mask"])[:, 0])
-
-
-def attention() -> nn.Module:
-    return by(with_attention, layer=nn.TransformerEncoderLayer(6, 2, 8, dropout=0.1, batch_first=True))
 
 
 def counted(rows: list[tuple[Tensor, int]]) -> dict[str, Any]:
@@ -102,9 +94,6 @@ MIXING |= {
         language_model, token_losses_over(lambda batch: batch["ids"].shape[1] - 1)
     ),
     "mean_pooling_without_a_mask": of_texts(lambda: by(lambda m, b: m.head(m.emb(b["ids"]).mean(1)))),
-    "fourier_transform_over_the_padding": of_texts(
-        lambda: by(lambda m, b: m.head(torch.fft.fft(m.emb(b["ids"]), dim=1).real[:, 1].square()))
-    ),
     "divided_by_the_batch_s_number_of_tokens": of_texts(
         language_model, token_losses_over(lambda batch: batch["count"]), counted
     ),
@@ -114,7 +103,6 @@ HONEST |= {
     "mean_pooling_with_a_mask": of_texts(
         lambda: by(lambda m, b: m.head(masked_mean(m.drop(m.emb(b["ids"])), b)), drop=nn.Dropout(0.2))
     ),
-    "attention_with_a_mask": of_texts(attention),
 }
 
 
@@ -140,68 +128,54 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
-def of_features(
-    data: Callable[[], Any], collate: Callable[[list[Any]], Any] = default_collate
-) -> Callable[[], Training]:
+def of_features(data, collate=default_collate):
     return lambda: (network(), loader(data(), collate), plain, {})
 
 
-def mixup(rows: list[Any]) -> Any:
-    x, y = default_collate(rows)
-    return 0.7 * x + 0.3 * x[torch.randperm(len(x))], y
-
-
 class Features(torch.utils.data.Dataset[Any]):
-    def __init__(self) -> None:
-        self.data = features()
+    """Rows (x, y), of which x is read by ``read``."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        self.data, self.read = features(), read
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __getitem__(self, row: int) -> Any:
-        return self.data[row]
-
-
-class Transformed(Features):
-    """Reads several examples at once, and centres them, as a transform over a batch does."""
-
-    def __getitems__(self, rows: list[int]) -> list[Any]:
-        x = torch.stack([self.data[row][0] for row in rows])
-        return [(each, self.data[row][1]) for each, row in zip(x - x.mean(0), rows, strict=True)]
-
-
-class Augmented(Features):
-    """With noise of torch's, Python's and numpy's random numbers, drawn when an example is read."""
-
-    def __getitem__(self, row: int) -> Any:
         x, y = self.data[row]
-        return x + torch.randn(5) + random.random() + float(np.random.rand()), y
-
-
-class Drawing(Features):
-    """Draws from a generator of its own, which no seed of torch's reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(0)
-
-    def __getitem__(self, row: int) -> Any:
-        x, y = self.data[row]
-        return x + torch.randn(5, generator=self.generator), y
+        return self.read(x), y
 
 
 class AtOnce(Features):
-    """Reads a batch at once, as two tensors, with noise for all of its examples; the collate function leaves it."""
+    """Reads several examples at once, as two tensors, which a collate function leaves, or as a list."""
 
-    def __getitems__(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+    def __init__(self, read: Callable[[Tensor], Tensor], listed: bool = False) -> None:
+        super().__init__(read)
+        self.listed = listed
+
+    def __getitems__(self, rows: list[int]) -> Any:
         x, y = default_collate([self.data[row] for row in rows])
-        return x + torch.randn_like(x), y
+        return [*zip(self.read(x), y, strict=True)] if self.listed else (self.read(x), y)
 
 
-class MixedAtOnce(AtOnce):
-    def __getitems__(self, rows: list[int]) -> tuple[Tensor, Tensor]:
-        x, y = super().__getitems__(rows)
-        return 0.7 * x + 0.3 * x[torch.randperm(len(x))], y
+def noisy(x: Tensor) -> Tensor:
+    """By torch's, Python's and numpy's random numbers."""
+    return x + torch.randn(x.shape) + random.random() + float(np.random.rand())
+
+
+def by_its_own_generator() -> Features:
+    """Which no seed of torch's reaches."""
+    generator = torch.Generator().manual_seed(0)
+    return Features(lambda x: x + torch.randn(5, generator=generator))
+
+
+def mixed(x: Tensor) -> Tensor:
+    return 0.7 * x + 0.3 * x[torch.randperm(len(x))]
+
+
+def mixup(rows: list[Any]) -> Any:
+    x, y = default_collate(rows)
+    return mixed(x), y
 
 
 def as_read(batch: Any) -> Any:
@@ -209,20 +183,18 @@ def as_read(batch: Any) -> Any:
 
 
 MIXING |= {
-    "mixup": of_features(features, mixup), "centred_where_the_data_set_reads_several": of_features(Transformed),
-    "mixup_where_the_data_set_reads_a_batch": of_features(MixedAtOnce, as_read),
-}  # fmt: skip
+    "mixup": of_features(features, mixup),
+    "centred_where_the_data_set_reads_several": of_features(lambda: AtOnce(lambda x: x - x.mean(0), listed=True)),
+    "mixup_where_the_data_set_reads_a_batch": of_features(lambda: AtOnce(mixed), as_read),
+}
 HONEST |= {
-    "augmented_at_random": of_features(Augmented), "augmented_by_a_generator_of_its_own": of_features(Drawing),
-    "augmented_where_the_data_set_reads_a_batch": of_features(AtOnce, as_read),
-}  # fmt: skip
+    "augmented_at_random": of_features(lambda: Features(noisy)),
+    "augmented_by_a_generator_of_its_own": of_features(by_its_own_generator),
+    "augmented_where_the_data_set_reads_a_batch": of_features(lambda: AtOnce(noisy), as_read),
+}
 
 
 # Batches of every structure, in which a model takes the mean of the batch away.
-
-
-def centred(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x - x.mean(0)), y, reduction="none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,13 +213,6 @@ STRUCTURES: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any], tuple[An
         lambda b: (b.x, b.y),
     ),
     "a dataclass": (lambda rows: Pair(*default_collate(rows)), lambda b: (b.x, b.y)),
-    "strings": (
-        lambda rows: [",".join(map(str, [*x.tolist(), y])) for x, y in rows],
-        lambda b: (
-            torch.tensor([[float(n) for n in row.split(",")[:-1]] for row in b]),
-            torch.tensor([int(row.split(",")[-1]) for row in b]),
-        ),
-    ),
     "nested, jagged": (
         lambda rows: (
             torch.nested.nested_tensor([x for x, _ in rows], layout=torch.jagged),
@@ -258,13 +223,18 @@ STRUCTURES: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any], tuple[An
 }
 
 
-def structured(name: str, loss: Callable[..., Tensor]) -> Callable[[], Training]:
+def structured(name: str, of_x: Callable[[Tensor], Tensor] = lambda x: x) -> Callable[[], Training]:
     collate, read = STRUCTURES[name]
-    return lambda: (network(), loader(features(), collate), lambda m, b: loss(m, *read(b)), {})
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        x, y = read(batch)
+        return plain(model, [of_x(x), y])
+
+    return lambda: (network(), loader(features(), collate), loss_fn, {})
 
 
-MIXING |= {f"centred, {name}": structured(name, centred) for name in STRUCTURES}
-HONEST |= {name: structured(name, lambda m, x, y: F.cross_entropy(m(x), y, reduction="none")) for name in STRUCTURES}
+MIXING |= {f"centred, {name}": structured(name, lambda x: x - x.mean(0)) for name in STRUCTURES}
+HONEST |= {name: structured(name) for name in STRUCTURES}
 
 
 # Users: the engine knows rows by their places.
@@ -318,11 +288,6 @@ def drawn_anew(rows: list[Any]) -> Any:
     return default_collate(random.choices(rows, k=len(rows)))
 
 
-def dropped_and_filled_up(rows: list[Any]) -> Any:
-    kept = [row for row in rows if torch.rand(()) > 0.3] or rows
-    return default_collate([*kept, *(kept[place % len(kept)] for place in range(len(rows) - len(kept)))])
-
-
 def one_in_the_place_of_another(rows: list[Any]) -> Any:
     order = torch.randperm(len(rows)).tolist()
     return default_collate([rows[place] for place in [*order[:-1], order[0]]])
@@ -330,13 +295,10 @@ def one_in_the_place_of_another(rows: list[Any]) -> Any:
 
 MIXING |= {
     "users_rows_shuffled_by_torch": lambda: (*of_features(features, shuffled_by_torch)()[:3], USERS),
-    "users_rows_shuffled_by_python": lambda: (*of_features(features, shuffled_by_python)()[:3], USERS),
     "one_row_in_the_place_of_another": of_features(features, one_in_the_place_of_another),
     "rows_drawn_anew": of_features(features, drawn_anew),
-    "rows_dropped_and_filled_up": of_features(features, dropped_and_filled_up),
 }
 HONEST |= {
-    "rows_shuffled_by_torch": of_features(features, shuffled_by_torch),
     "rows_shuffled_by_python": of_features(features, shuffled_by_python),
 }
 

@@ -7,50 +7,36 @@ import torch
 from private_runs import losses_of as own
 from torch import Tensor, nn
 
-MIXING: dict[str, Callable[[nn.Module, Any], Tensor]] = {}
 
-
-def mixing(loss_fn: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
-    MIXING[loss_fn.__name__] = loss_fn
-    return loss_fn
-
-
-@mixing
 def weights_over_their_sum(model: nn.Module, batch: Any) -> Tensor:
     weights = batch[0].square().sum(1)
     return own(model, batch) * weights / weights.sum()
 
 
-@mixing
 def class_counts(model: nn.Module, batch: Any) -> Tensor:
     return own(model, batch) / torch.bincount(batch[1], minlength=3)[batch[1]]
 
 
-@mixing
 def above_the_median(model: nn.Module, batch: Any) -> Tensor:
     losses = own(model, batch)
     return losses * (losses.detach() >= losses.detach().median())
 
 
-@mixing
 def a_weak_mean(model: nn.Module, batch: Any) -> Tensor:
     losses = own(model, batch)
     return losses * (1 + 0.01 * losses.detach().mean())
 
 
-@mixing
 def over_their_number(model: nn.Module, batch: Any) -> Tensor:
     return own(model, batch) / len(batch[0])
 
 
-@mixing
 def mixup(model: nn.Module, batch: Any) -> Tensor:
     """Of other examples' data, by random numbers, and in training mode only."""
     x = batch[0]
     return own(model, [0.7 * x + 0.3 * x[torch.randperm(len(x))] if model.training else x, batch[1]])
 
 
-@mixing
 def slopes_over_their_mean(model: nn.Module, batch: Any) -> Tensor:
     """It needs a graph of its own."""
     x = batch[0].clone().requires_grad_()
@@ -59,7 +45,11 @@ def slopes_over_their_mean(model: nn.Module, batch: Any) -> Tensor:
     return own(model, batch) * steep / steep.mean()
 
 
-# Gradients that depend on others where losses do not.
+# Gradients that depend on others where losses do not: by the largest feature.
+
+
+def largest(batch: Any) -> float:
+    return float(batch[0].abs().max())
 
 
 class Times(torch.autograd.Function):
@@ -73,21 +63,26 @@ class Times(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-@mixing
 def by_hook(model: nn.Module, batch: Any) -> Tensor:
-    hidden, factor = model[0](batch[0]), float(batch[0].abs().max())
+    hidden, factor = model[0](batch[0]), largest(batch)
     if hidden.requires_grad:
         hidden.register_hook(lambda gradient: gradient * factor)
     return own(model[1:], [hidden, batch[1]])
 
 
-@mixing
 def by_function(model: nn.Module, batch: Any) -> Tensor:
-    hidden = Times.apply(model[0](batch[0]), float(batch[0].abs().max()))
-    return own(model[1:], [hidden, batch[1]])
+    return own(model[1:], [Times.apply(model[0](batch[0]), largest(batch)), batch[1]])
 
 
-@mixing
 def by_detaching(model: nn.Module, batch: Any) -> Tensor:
     losses = own(model, batch)
-    return losses.detach() + float(batch[0].abs().max()) * (losses - losses.detach())
+    return losses.detach() + largest(batch) * (losses - losses.detach())
+
+
+MIXING: dict[str, Callable[[nn.Module, Any], Tensor]] = {
+    each.__name__: each
+    for each in (
+        weights_over_their_sum, class_counts, above_the_median, a_weak_mean, over_their_number, mixup,
+        slopes_over_their_mean, by_hook, by_function, by_detaching,
+    )
+}  # fmt: skip

@@ -70,9 +70,7 @@ def gather(engine: PrivacyEngine, batch: Any) -> list[Any]:
     return seen
 
 
-def train(
-    engine: PrivacyEngine, steps: int | None = None, loss_fn: Any = losses_of, after: Callable[[], Any] = lambda: None
-) -> list[StepRecord]:
+def train(engine, steps=None, loss_fn=losses_of, after=lambda: None):
     """So many steps by engine.step, or an epoch of them; what they returned."""
     found: list[StepRecord] = []
     while steps != len(found):
@@ -96,17 +94,18 @@ def train_by_hand(engine: PrivacyEngine, loss_fn: Any = losses_of, between: Call
         engine.optimizer.zero_grad()
 
 
-def train_by_closure(engine: PrivacyEngine, between: Callable[[], Any] = lambda: None) -> None:
+def train_by_closure(engine: PrivacyEngine, between: Callable[[], Any] = lambda: None, keyword: bool = False) -> None:
     """The same by closures, which the optimizer's steps call."""
     for batch in engine.batches():
 
-        def closure(batch: Any = batch) -> None:
+        def closure(batch: Any = batch) -> float:
             engine.optimizer.zero_grad()
             for examples in batch.physical():
                 engine.backward(losses_of(engine.model, examples))
                 between()
+            return 7.0
 
-        engine.optimizer.step(closure)
+        assert (engine.optimizer.step(closure=closure) if keyword else engine.optimizer.step(closure)) == 7.0
         engine.optimizer.zero_grad()
 
 
@@ -129,9 +128,7 @@ def plain_backward(model: nn.Module) -> None:
     losses_of(model, data(dtype=dtype)[:4]).mean().backward()
 
 
-def assert_refused(
-    engine: PrivacyEngine, error: type[Exception], message: str, call: Callable[[], Any] | None = None
-) -> pytest.ExceptionInfo[Exception]:
+def assert_refused(engine, error, message, call=None):
     """``call`` (optimizer.step) raises, moves no parameter and charges nothing; then training goes on."""
     before, charged = weights(engine.model), engine.steps_taken
     with pytest.raises(error, match=message) as raised:

@@ -12,10 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from scipy import stats
-from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ghostclip import PrivacyEngine
 from ghostclip.clipping import Adaptive, PerLayer
 from ghostclip.noise import BandedToeplitz
 
@@ -95,9 +93,7 @@ def examples(size: int = 24) -> TensorDataset:
     return TensorDataset(torch.randn(size, 5, dtype=torch.float64, generator=made), torch.arange(size) % 3)
 
 
-def followed(
-    engine: PrivacyEngine, take: Callable[[Any], Any], weights_of: Callable[[nn.Module], Tensor]
-) -> dict[str, Any]:
+def followed(engine, take, weights_of):
     """Four steps or more, each by ``take(batch)``: weights after each, epsilon, what the policy came to."""
     found: dict[str, Any] = {"weights": [], "sizes": []}
     while len(found["weights"]) < 4:
