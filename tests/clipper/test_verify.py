@@ -80,3 +80,21 @@ def test_verify_names_the_layer_whose_rule_is_wrong(second_pass):
     clipper = ghostclip.GhostClipper(model, second_pass=second_pass)
     with pytest.raises(VerificationError, match=r"1\.weight"):
         clipper.verify(lambda m, batch: project(m(batch)), torch.randn(5, 3, dtype=torch.float64))
+
+
+class OwnScale(GhostLayer, Scale):
+    """Written with its rule; it wraps no other class."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.capture(super().forward(x), x, parameters=("weight",))
+
+    def per_example(self, name, call, inputs, grad):
+        return grad * inputs[0]
+
+
+def test_a_layer_that_wraps_no_class_is_verified_explained_and_stays_when_unwrapped():
+    model = nn.Sequential(nn.Linear(3, 3), OwnScale(3))
+    clipper = ghostclip.GhostClipper(model)
+    assert clipper.verify(lambda model, x: model(x).square().sum(1), torch.randn(4, 3)) < 1e-4
+    assert "OwnScale" in str(clipper.explain())
+    assert isinstance(ghostclip.unwrap(model)[1], OwnScale)

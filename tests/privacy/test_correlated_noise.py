@@ -340,9 +340,9 @@ def test_cyclic_sampling_charges_the_sensitivity_of_the_matrix() -> None:
     assert engine.noise_std(engine.model[0].weight) == pytest.approx(6.0 * 2.0 * last / 4, rel=1e-9)
 
 
-def test_the_noise_of_300_steps_is_that_of_the_matrix() -> None:
-    steps, correlation = 300, BandedToeplitz(bands=8)
-    history, noise, sums = history_of(correlation, steps), noise_source(), torch.zeros(2000, dtype=torch.float64)
+def test_the_noise_of_2000_steps_is_that_of_the_matrix() -> None:
+    steps, correlation = 2000, BandedToeplitz(bands=8)
+    history, noise, sums = history_of(correlation, steps), noise_source(), torch.zeros(256, dtype=torch.float64)
     assert history is not None
     found = np.array([history.release(noise, [sums.clone()], 3.0, 1)[0].numpy() / 3.0 for _ in range(steps)])
     assert_independent(correlation.matrix(steps=steps) @ found)

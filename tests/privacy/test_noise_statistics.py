@@ -65,3 +65,15 @@ def test_the_script_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFix
     assert results["costs"]["cnn_share"]["hardened"]["median"] > 0
     assert (tmp_path / "noise_statistics.png").read_bytes().startswith(b"\x89PNG")
     assert page in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["standard", "hardened"])
+def test_the_tails_of_thirty_million_numbers(kind: str) -> None:
+    counts = np.zeros(3, int)
+    for _ in range(30):
+        sizes = np.abs(statistics.steps_of(kind, 250_000))
+        counts += [int((sizes > bound).sum()) for bound in (4.0, 4.5, 5.0)]
+    for bound, count in zip((4.0, 4.5, 5.0), counts, strict=True):
+        expected = 2 * statistics.stats.norm.sf(bound)
+        assert statistics.stats.binomtest(int(count), 30_000_000, expected).pvalue > statistics.RARE
