@@ -1047,7 +1047,7 @@ PROVED = [
         "ghostclip/clipper/first_pass.py",
         "        check, held = layout.check, layout.gradients\n",
         "        check, held = None, layout.gradients\n",
-        ("tests/laws/test_law_of_traps.py", "-k", "a_bare_parameter_that_starts_late"),
+        ("tests/laws/test_law_of_batches.py", "-k", "a_bare_parameter_that_starts_late"),
     ),
     Mutant(
         "rows of a product of heads are in the order of examples",
@@ -3010,7 +3010,7 @@ STORED, MOVES = "ghostclip/graph/layouts.py", "ghostclip/graph/moves.py"
 MEASURING = "ghostclip/graph/measuring.py"
 RERUN, SEARCH = "ghostclip/graph/overwritten.py", "ghostclip/graph/shared/search.py"
 FORWARDS = "ghostclip/clipper/forwards.py"
-PARTS, TRAPPED = PARTS_OF_OWNERSHIP, ("tests/laws/test_law_of_traps.py", "-k")
+PARTS, TRAPPED = PARTS_OF_OWNERSHIP, ("tests/laws/test_law_of_batches.py", "-k")
 LAW_OF_MIXING = ("tests/laws/test_law_of_mixing.py", "-k")
 EXACT = ("tests/laws/test_law_of_norms.py", "-k")
 MOVED_ROWS = ("tests/clipper/test_moved_rows.py", "-k")
@@ -3106,7 +3106,7 @@ BY_MARKS = [
         "    seconds = torch.arange(len(clear)).view(-1, *[1] * (clear.dim() - 1)) == 1\n"
         "    clear = clear & ~seconds if marks.dim() > 1 else clear\n"
         "    cancelled = (largest == 0)",
-        ("tests/clipper/test_ownership.py", "tests/laws/test_law_of_mixing.py", "tests/laws/test_law_of_traps.py"),
+        ("tests/clipper/test_ownership.py", "tests/laws/test_law_of_mixing.py", "tests/laws/test_law_of_batches.py"),
     ),
     Mutant(
         "gradients are watched however small they are",
@@ -3547,7 +3547,7 @@ BY_MARKS = [
         STORED,
         "        or uses.hooked\n",
         "",
-        (*LAW_OF_MIXING, "third_batch"),
+        (*LAW_OF_MIXING, "hooks"),
     ),
     Mutant(
         "what is to be measured anew is known",
@@ -3771,7 +3771,7 @@ BY_MARKS = [
         FORWARDS,
         "            if any(call.number <= number < end for number in numbers)\n",
         "",
-        ("tests/laws/test_law_of_traps.py", "-k", "packed_sorted_texts_with_positions"),
+        ("tests/laws/test_law_of_batches.py", "-k", "packed_sorted_texts_with_positions"),
     ),
     Mutant(
         "a copy of a model notes its calls in the model's place",
@@ -4292,26 +4292,21 @@ USED = [
         "ghostclip/graph/shared/search.py",
         "(edge[1] or edge[0] not in layers)",
         "edge[0] not in layers",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "last_states or states"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and states"),
     ),
     Mutant(
         "an operation may leave the examples in another dimension",
         "ghostclip/graph/moves.py",
         "after.dim != dim or",
         "False or",
-        (
-            "tests/laws/test_law_of_late_mixing.py",
-            "tests/laws/test_law_of_traps.py",
-            "-k",
-            "elsewhere or pooling_by_a_mask",
-        ),
+        ("tests/laws/test_law_of_batches.py", "-k", "elsewhere or pooling_by_a_mask"),
     ),
     Mutant(
         "an operation may leave rows in another order",
         "ghostclip/graph/moves.py",
         "not same_order(after.order, rows.order)",
         "False",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "views"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and views"),
     ),
     Mutant(
         "products that are added up keep examples apart",
@@ -4353,63 +4348,63 @@ USED = [
         "ghostclip/graph/moves.py",
         "each.crossed or each.unread for",
         "each.crossed for",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "faint"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and faint"),
     ),
     Mutant(
         "rows meet matrices of the examples by no values",
         "ghostclip/graph/dimensions.py",
         'if word == "GroupedMm" and place == -1 and total == 3:',
         "if False:",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "matrices"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and matrices"),
     ),
     Mutant(
         "rows of packed data never move",
         "ghostclip/graph/moves.py",
         "(call.sources or not call.layer.reads_indices)",
         "call.sources",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "packed"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and packed"),
     ),
     Mutant(
         "the rank of what data is broadcast with is no structure",
         "ghostclip/graph/nodes.py",
         "return _ones if reads is None else lambda node: (_ones(node), reads(node))",
         "return reads",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "rank"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and rank"),
     ),
     Mutant(
         "what a layer is given is always a node's first output",
         "ghostclip/graph/nodes.py",
         "else s, number) for s, number in call.sources",
         "else s, 0) for s, _ in call.sources",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "zeros"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and zeros"),
     ),
     Mutant(
         "one row of each example has an order",
         "ghostclip/graph/layouts.py",
         "(single and size != examples)",
         "False",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "steps"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and steps"),
     ),
     Mutant(
         "more images for each text come in the same order",
         "ghostclip/graph/moves.py",
         'if word == op.MASKED_SCATTER and rows is not None and rows.order != "example":',
         "if False:",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "images"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and images"),
     ),
     Mutant(
         "hooks before the first layer are not looked for",
         "ghostclip/clipper/forwards.py",
         "return hooked_since(begins[-1] if begins else self._begins[0][1])",
         "return False",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "hook"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and hook"),
     ),
     Mutant(
         "labels of a margin loss are parameters",
         "ghostclip/graph/operations.py",
         ' "MultiMarginLoss", "MultilabelMarginLoss",\n    "SoftMarginLoss",\n',
         "\n",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "largest_label"),
+        ("tests/laws/test_law_of_batches.py", "-k", "largest_label"),
     ),
     Mutant(
         "a noisy score may be asked where no search is charged for it",

@@ -7,11 +7,11 @@ import pytest
 import torch
 from computed_programs import COMPUTED
 from difficult_programs import BATCHES, DIFFICULT
-from honest_programs import EXPERTS, LAYERS, NETWORKS, RAGGED, WITHOUT_BATCH_DIM, WITHOUT_BATCH_INDEX, random_program
+from honest_programs import EXPERTS, LAYERS, RAGGED, WITHOUT_BATCH_DIM, WITHOUT_BATCH_INDEX, random_program
 from law_checks import assert_exact, assert_within_rounding
 from outside_programs import OUTSIDE
 
-MODELS = (*EXPERTS, *NETWORKS, *RAGGED, *WITHOUT_BATCH_DIM, *WITHOUT_BATCH_INDEX)
+MODELS = (*EXPERTS, *RAGGED, *WITHOUT_BATCH_DIM, *WITHOUT_BATCH_INDEX)
 # Weights that are cast where parameters are of float32.
 CASTS = [program for program in COMPUTED if "cast" in program.name]
 SEEDS = 425

@@ -10,8 +10,6 @@ from case_bags import BAG_CASES
 from case_models import Wired, freeze, tie
 from case_types import TIME_FIRST, Case, normal
 
-__all__ = ["LAYER_CASES"]
-
 
 def transposed(dims: int, channels: int, nn: ModuleType, **options: Any) -> torch.nn.Module:
     """A transposed convolution of ``dims`` dimensions to twice the channels, 3 wide by default."""

@@ -33,8 +33,6 @@ from case_models import (
 from case_recurrent import KINDS, RECURRENT
 from case_types import TIME_FIRST, Case, indices, normal
 
-__all__ = ["CASES", "CASES_AND_DTYPES", "case"]
-
 
 def _linear() -> Iterator[Case]:
     yield Case("linear", lambda nn: nn.Linear(5, 4), (normal(5),))
