@@ -24,13 +24,13 @@ def test_parameters_outside_of_layers(program):
 
 
 @pytest.mark.parametrize("program", MODELS, ids=str)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_models(program):
     assert_exact(program, 0, torch.float64)
 
 
 @pytest.mark.parametrize("program", DIFFICULT, ids=str)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_difficult_models(program):
     for number in range(BATCHES):
         assert_exact(program, number, torch.float64)

@@ -155,7 +155,6 @@ BARE: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
     "repeated": (lambda m, x: m.layer(torch.cat([m.p.repeat(len(x), 2, 1), x], 1)), {"p": (1, 5)}),
     "table by position": (lambda m, x: x @ x.mT + m.p[torch.arange(36) % 11].view(6, 6), {"p": (11,)}),
     "used again above": (lambda m, x: F.layer_norm(m.layer(x + m.p), (5,), m.p[0], torch.tanh(m.p[0])), {"p": (6, 5)}),
-    "read by a layer": (lambda m, x: m.layer(x) + m.layer(m.p), {"p": (1, 5)}),
     "time first": (lambda m, x: (m.layer(x).mT.transpose(0, 1) + m.p).transpose(0, 1), {"p": (5, 1, 6)}),
     "nothing but it": (lambda m, x: (x * m.p).sum(1), {"p": (5,)}),
     "unused": (lambda m, x: m.layer(x), {"p": (5,)}),
