@@ -1045,7 +1045,7 @@ PROVED = [
         "ghostclip/clipper/first_pass.py",
         "        check, held = layout.check, layout.gradients\n",
         "        check, held = None, layout.gradients\n",
-        ("tests/laws/test_law_of_traps.py", "-k", "a_bare_parameter_that_starts_late"),
+        ("tests/laws/test_law_of_batches.py", "-k", "a_bare_parameter_that_starts_late"),
     ),
     Mutant(
         "rows of a product of heads are in the order of examples",
@@ -3008,7 +3008,7 @@ STORED, MOVES = "ghostclip/graph/layouts.py", "ghostclip/graph/moves.py"
 MEASURING = "ghostclip/graph/measuring.py"
 RERUN, SEARCH = "ghostclip/graph/overwritten.py", "ghostclip/graph/shared/search.py"
 FORWARDS = "ghostclip/clipper/forwards.py"
-PARTS, TRAPPED = PARTS_OF_OWNERSHIP, ("tests/laws/test_law_of_traps.py", "-k")
+PARTS, TRAPPED = PARTS_OF_OWNERSHIP, ("tests/laws/test_law_of_batches.py", "-k")
 LAW_OF_MIXING = ("tests/laws/test_law_of_mixing.py", "-k")
 EXACT = ("tests/laws/test_law_of_norms.py", "-k")
 MOVED_ROWS = ("tests/clipper/test_moved_rows.py", "-k")
@@ -3104,7 +3104,7 @@ BY_MARKS = [
         "    seconds = torch.arange(len(clear)).view(-1, *[1] * (clear.dim() - 1)) == 1\n"
         "    clear = clear & ~seconds if marks.dim() > 1 else clear\n"
         "    cancelled = (largest == 0)",
-        ("tests/clipper/test_ownership.py", "tests/laws/test_law_of_mixing.py", "tests/laws/test_law_of_traps.py"),
+        ("tests/clipper/test_ownership.py", "tests/laws/test_law_of_mixing.py", "tests/laws/test_law_of_batches.py"),
     ),
     Mutant(
         "gradients are watched however small they are",
@@ -3307,14 +3307,14 @@ BY_MARKS = [
         OF_MARKS,
         "    lowest: int = -16\n",
         "    lowest: int = 20\n",
-        (*TRAPPED, "clamps"),
+        (*TRAPPED, "traps and clamps"),
     ),
     Mutant(
         "rows must fit to the last bit",
         OF_MARKS,
         "    tolerance: float = 2.0**-12\n",
         "    tolerance: float = 0.0\n",
-        (*TRAPPED, "logcumsumexp"),
+        (*TRAPPED, "traps and logcumsumexp"),
     ),
     Mutant(
         "rows may be off by an eighth",
@@ -3328,14 +3328,14 @@ BY_MARKS = [
         OF_MARKS,
         "torch.finfo(plain.dtype).tiny * 2.0**60 if",
         "0.0 if",
-        (*TRAPPED, "five_hundred_steps"),
+        (*TRAPPED, "traps and five_hundred_steps"),
     ),
     Mutant(
         "rows that aren't finite show whose they are",
         OF_MARKS,
         "    clear = (largest > floor) & largest.isfinite() & largest_now.isfinite()\n",
         "    clear = largest.nan_to_num(1) > floor\n",
-        (*TRAPPED, "not_finite"),
+        (*TRAPPED, "traps and not_finite"),
     ),
     Mutant(
         "only the largest entry of a row is compared",
@@ -3384,14 +3384,14 @@ BY_MARKS = [
         MARKED,
         "ambiguous=len(found) > 1, ",
         "ambiguous=False, ",
-        (*TRAPPED, "diagonal"),
+        (*TRAPPED, "traps and diagonal"),
     ),
     Mutant(
         "a layout that fits two orders is stored",
         STORED,
         "any(not each.shown or each.ambiguous for each in seen)",
         "any(not each.shown for each in seen)",
-        (*TRAPPED, "diagonal"),
+        (*TRAPPED, "traps and diagonal"),
     ),
     Mutant(
         "rows of one example show those of all",
@@ -3545,7 +3545,7 @@ BY_MARKS = [
         STORED,
         "        or uses.hooked\n",
         "",
-        (*LAW_OF_MIXING, "third_batch"),
+        (*LAW_OF_MIXING, "hooks"),
     ),
     Mutant(
         "what is to be measured anew is known",
@@ -3580,14 +3580,14 @@ BY_MARKS = [
         STORED,
         "        or known.movements.moved(uses, examples)\n",
         "",
-        (*TRAPPED, "index_permutes"),
+        (*TRAPPED, "traps and index_permutes"),
     ),
     Mutant(
         "operations that move rows by values are stored",
         STORED,
         "    if unseen or moves is None or moves.moved(uses, examples):\n",
         "    moves = moves or Movements()\n    if unseen:\n",
-        (*TRAPPED, "other_sizes or number_of_nodes or identities"),
+        (*TRAPPED, "traps and (other_sizes or number_of_nodes or identities)"),
     ),
     Mutant(
         "what was stored for one layer's rows is another one's order",
@@ -3601,14 +3601,14 @@ BY_MARKS = [
         MEASURING,
         "                region.shown = check_shared(batch.uses, region, owned, batch.names, batch.forward)\n",
         "",
-        (*TRAPPED, "reads or times_the_mean"),
+        (*TRAPPED, "traps and (reads or times_the_mean)"),
     ),
     Mutant(
         "a layer may be given what all examples share",
         MEASURING,
         "                    raise shared_input_error(region.given[0], batch.names)\n",
         "                    pass\n",
-        (*TRAPPED, "given_what"),
+        (*TRAPPED, "traps and given_what"),
     ),
     Mutant(
         "the largest norm is that of the last batch",
@@ -3622,7 +3622,7 @@ BY_MARKS = [
         "ghostclip/graph/dimensions.py",
         "        return {-2: {total - 1}, -1: {max(total - 2, 0)}}.get(place, set())\n",
         "        return set()\n",
-        (*TRAPPED, "graphs"),
+        (*TRAPPED, "traps and graphs"),
     ),
     Mutant(
         "a product over the examples of its left factor moves nothing",
@@ -3664,14 +3664,14 @@ BY_MARKS = [
         MOVES,
         "for place, rows, below in self.indexed)",
         "for place, rows, below in ())",
-        (*TRAPPED, "index_permutes"),
+        (*TRAPPED, "traps and index_permutes"),
     ),
     Mutant(
         "an index of as many entries is in order",
         MOVES,
         "    return torch.equal(index.flatten(), torch.arange(size, device=index.device))\n",
         "    return True\n",
-        (*TRAPPED, "index_permutes"),
+        (*TRAPPED, "traps and index_permutes"),
     ),
     Mutant(
         "an order along another dimension moves the examples",
@@ -3692,28 +3692,28 @@ BY_MARKS = [
         MOVES,
         "for place, before, after in self.views:\n",
         "for place, before, after in ():\n",
-        (*TRAPPED, "reshape"),
+        (*TRAPPED, "traps and reshape"),
     ),
     Mutant(
         "a reshape keeps the rows of each example apart in any order",
         MOVES,
         ' * (shape[rows.dim] // examples if rows.order == "example" else 1)',
         "",
-        (*TRAPPED, "reshape"),
+        (*TRAPPED, "traps and reshape"),
     ),
     Mutant(
         "rows are reversed, not overwritten",
         RERUN,
         "max(row, middle) if half else min(row, middle - 1)",
         "row if half else rows - 1 - row",
-        (*TRAPPED, "reads or times_the_mean"),
+        (*TRAPPED, "traps and (reads or times_the_mean)"),
     ),
     Mutant(
         "rows are exchanged in pairs, not overwritten",
         RERUN,
         "max(row, middle) if half else min(row, middle - 1)",
         "row if half else min(row ^ 1, rows - 1)",
-        (*TRAPPED, "reads or times_the_mean"),
+        (*TRAPPED, "traps and (reads or times_the_mean)"),
     ),
     Mutant(
         "only one forward has rows overwritten",
@@ -3727,21 +3727,21 @@ BY_MARKS = [
         RERUN,
         "        if node in saving and not _same(*map(_saved, pair)):\n",
         "        if False:\n",
-        (*TRAPPED, "reads or times_the_mean"),
+        (*TRAPPED, "traps and (reads or times_the_mean)"),
     ),
     Mutant(
         "what isn't met in the other forwards is the same in them",
         RERUN,
         "    _refuse_unknown([node for node in saving if node not in pairs], why, names)\n",
         "",
-        (*TRAPPED, "another_way"),
+        (*TRAPPED, "traps and another_way"),
     ),
     Mutant(
         "operations of other kinds are taken for the same",
         RERUN,
         "            if [*map(type, mine)] == [*map(type, ones)] == [*map(type, others)]:\n",
         "            if len(mine) == len(ones) == len(others):\n",
-        (*TRAPPED, "another_way"),
+        (*TRAPPED, "traps and another_way"),
     ),
     Mutant(
         "buffers are data",
@@ -3755,7 +3755,7 @@ BY_MARKS = [
         FORWARDS,
         "                if half:\n",
         "                if False:\n",
-        (*TRAPPED, "times_the_mean"),
+        (*TRAPPED, "traps and times_the_mean"),
     ),
     Mutant(
         "a forward that is tried is another call of the model",
@@ -3769,7 +3769,7 @@ BY_MARKS = [
         FORWARDS,
         "            if any(call.number <= number < end for number in numbers)\n",
         "",
-        ("tests/laws/test_law_of_traps.py", "-k", "packed_sorted_texts_with_positions"),
+        ("tests/laws/test_law_of_batches.py", "-k", "packed_sorted_texts_with_positions"),
     ),
     Mutant(
         "a copy of a model notes its calls in the model's place",
@@ -4292,26 +4292,21 @@ USED = [
         "ghostclip/graph/shared/search.py",
         "(edge[1] or edge[0] not in layers)",
         "edge[0] not in layers",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "last_states or states"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and states"),
     ),
     Mutant(
         "an operation may leave the examples in another dimension",
         "ghostclip/graph/moves.py",
         "after.dim != dim or",
         "False or",
-        (
-            "tests/laws/test_law_of_late_mixing.py",
-            "tests/laws/test_law_of_traps.py",
-            "-k",
-            "elsewhere or pooling_by_a_mask",
-        ),
+        ("tests/laws/test_law_of_batches.py", "-k", "elsewhere or pooling_by_a_mask"),
     ),
     Mutant(
         "an operation may leave rows in another order",
         "ghostclip/graph/moves.py",
         "not same_order(after.order, rows.order)",
         "False",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "views"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and views"),
     ),
     Mutant(
         "products that are added up keep examples apart",
@@ -4353,63 +4348,63 @@ USED = [
         "ghostclip/graph/moves.py",
         "each.crossed or each.unread for",
         "each.crossed for",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "faint"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and faint"),
     ),
     Mutant(
         "rows meet matrices of the examples by no values",
         "ghostclip/graph/dimensions.py",
         'if word == "GroupedMm" and place == -1 and total == 3:',
         "if False:",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "matrices"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and matrices"),
     ),
     Mutant(
         "rows of packed data never move",
         "ghostclip/graph/moves.py",
         "(call.sources or not call.layer.reads_indices)",
         "call.sources",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "packed"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and packed"),
     ),
     Mutant(
         "the rank of what data is broadcast with is no structure",
         "ghostclip/graph/nodes.py",
         "return _ones if reads is None else lambda node: (_ones(node), reads(node))",
         "return reads",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "rank"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and rank"),
     ),
     Mutant(
         "what a layer is given is always a node's first output",
         "ghostclip/graph/nodes.py",
         "else s, number) for s, number in call.sources",
         "else s, 0) for s, _ in call.sources",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "zeros"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and zeros"),
     ),
     Mutant(
         "one row of each example has an order",
         "ghostclip/graph/layouts.py",
         "(single and size != examples)",
         "False",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "steps"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and steps"),
     ),
     Mutant(
         "more images for each text come in the same order",
         "ghostclip/graph/moves.py",
         'if word == op.MASKED_SCATTER and rows is not None and rows.order != "example":',
         "if False:",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "images"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and images"),
     ),
     Mutant(
         "hooks before the first layer are not looked for",
         "ghostclip/clipper/forwards.py",
         "return hooked_since(begins[-1] if begins else self._begins[0][1])",
         "return False",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "hook"),
+        ("tests/laws/test_law_of_batches.py", "-k", "late and hook"),
     ),
     Mutant(
         "labels of a margin loss are parameters",
         "ghostclip/graph/operations.py",
         ' "MultiMarginLoss", "MultilabelMarginLoss",\n    "SoftMarginLoss",\n',
         "\n",
-        ("tests/laws/test_law_of_late_mixing.py", "-k", "largest_label"),
+        ("tests/laws/test_law_of_batches.py", "-k", "largest_label"),
     ),
     Mutant(
         "a noisy score may be asked where no search is charged for it",

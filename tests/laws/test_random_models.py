@@ -6,20 +6,19 @@ batches of several sizes go through one clipper, so that what was found out in o
 
 import functools
 import random
-from typing import Any
 
 import pytest
 import torch
 from comparing import assert_exact_by_losses
 from random_pieces import PIECES, Part
-from torch import Tensor, nn
+from torch import nn
 
 import ghostclip
 
 FRACTION = 0.4  # of the random models may be refused at most, lest the test look at refusals only
 
 
-def drawn(seed: int) -> tuple[nn.Module, list[Tensor], dict[str, Any]]:
+def drawn(seed):
     """A model with a trained first layer, batches for it, and options of the clipper."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
@@ -30,12 +29,12 @@ def drawn(seed: int) -> tuple[nn.Module, list[Tensor], dict[str, Any]]:
     return model, batches, {"second_pass": choose.choice(["reweight", "cached"])}
 
 
-def losses_of(model: nn.Module, x: Tensor) -> Tensor:
+def losses_of(model, x):
     return (torch.tanh(model(x)) + 0.1).square().mean((1, 2))
 
 
 @functools.cache
-def assert_exact_or_refused(seed: int) -> str:
+def assert_exact_or_refused(seed):
     """ "exact" or "refused"; raises where a batch is clipped otherwise than by the loop."""
     model, batches, options = drawn(seed)
     clipper = ghostclip.GhostClipper(model, 0.05, **options)
@@ -49,11 +48,11 @@ def assert_exact_or_refused(seed: int) -> str:
 
 @pytest.mark.parametrize("block", range(0, 1500, 20))
 @pytest.mark.one_in(25)
-def test_random_models_are_exact_or_refused(block: int) -> None:
+def test_random_models_are_exact_or_refused(block):
     for seed in range(block, block + 20):
         assert_exact_or_refused(seed)
 
 
-def test_most_random_models_train() -> None:
-    refused = sum(assert_exact_or_refused(seed) == "refused" for seed in range(60))
-    assert refused < FRACTION * 60
+def test_most_random_models_train():
+    refused = sum(assert_exact_or_refused(seed) == "refused" for seed in range(40))
+    assert refused < FRACTION * 40

@@ -6,20 +6,10 @@ between two branches of the graph. Every number is chosen by an adversary who kn
 
 import math
 
+import cancelling_models as cancelling
 import pytest
 import torch
-from cancelling_models import (
-    MAX_NORM,
-    SHARE,
-    FanOut,
-    TiedHead,
-    Twice,
-    fan_out_batches,
-    positions_batches,
-    squared_error,
-    tied_batches,
-    tied_losses,
-)
+from cancelling_models import MAX_NORM, SHARE, FanOut, TiedHead, Twice, tied_batches, tied_losses
 from paired import SECOND_PASSES, STRATEGIES
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -107,7 +97,7 @@ def test_norms_of_tied_uses_that_cancel_are_the_loops():
 @pytest.mark.slow
 def test_positions_that_cancel(make, width, positions):
     model = ghostclip.wrap(make())
-    assert worst(model, squared_error, positions_batches(model, width, positions)) <= SHARE
+    assert worst(model, cancelling.squared_error, cancelling.positions_batches(model, width, positions)) <= SHARE
 
 
 @pytest.mark.parametrize(
@@ -138,4 +128,4 @@ def test_pixels_that_cancel(shape):
 @pytest.mark.one_in(4)
 def test_branches_that_cancel(factor, kind):
     model = ghostclip.wrap(FanOut(factor, kind))
-    assert worst(model, lambda model, inputs: model(inputs), fan_out_batches(4)) <= SHARE
+    assert worst(model, lambda model, inputs: model(inputs), cancelling.fan_out_batches(4)) <= SHARE

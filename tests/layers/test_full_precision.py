@@ -12,25 +12,26 @@ from ghostclip.clipper.second_pass import WeightedSums
 from ghostclip.compiled.region import Region
 from ghostclip.norms.precision import full_precision
 
-CPU = torch.device("cpu")
-
 
 def settings():
     """All that torch says of the precision of float32 products."""
-    read = torch._C._get_fp32_precision_getter
-    kinds = ("all", "matmul", "conv", "rnn")
-    found = [read(backend, kind) for backend in ("mkldnn", "cuda") for kind in kinds]
+    kinds = [(backend, kind) for backend in ("mkldnn", "cuda") for kind in ("all", "matmul", "conv", "rnn")]
+    found = [torch._C._get_fp32_precision_getter(*kind) for kind in kinds]
     try:
         return [*found, torch.get_float32_matmul_precision()]
     except RuntimeError:  # a mixture of its older and newer settings
         return [*found, None]
 
 
-# What users may set, in this order: the older setting, that of the device, that of all operations.
+def for_all_operations():
+    torch.backends.mkldnn.matmul.fp32_precision, torch.backends.fp32_precision = "none", "bf16"
+
+
+# What users may set.
 WAYS = {
-    "by_the_older_setting": ("medium", None, None),
-    "by_device": (None, "bf16", None),
-    "for_all_operations": (None, "none", "bf16"),
+    "by_the_older_setting": lambda: torch.set_float32_matmul_precision("medium"),
+    "by_device": lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    "for_all_operations": for_all_operations,
 }
 
 
@@ -38,13 +39,7 @@ WAYS = {
 def narrow(request):
     """Float32 products may round to less, in one of the ways in which users say so."""
     torch.set_float32_matmul_precision("highest")
-    older, device, everywhere = WAYS[request.param]
-    if older:
-        torch.set_float32_matmul_precision(older)
-    if device:
-        torch.backends.mkldnn.matmul.fp32_precision = device
-    if everywhere:
-        torch.backends.fp32_precision = everywhere
+    WAYS[request.param]()
     before = settings()
     yield before
     assert settings() == before
@@ -52,20 +47,15 @@ def narrow(request):
     torch.set_float32_matmul_precision("highest")
 
 
-def linear():
-    return nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 8))
-
-
 # name: a model, and the shape of an example
 MODELS = {
-    "linear": (linear, (64,)),
-    "positions": (linear, (12, 64)),
+    "linear": (lambda: nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 8)), (12, 64)),
     "convolution": (lambda: nn.Sequential(nn.Conv1d(64, 48, 3), nn.Tanh(), nn.Flatten(), nn.Linear(480, 8)), (64, 12)),
     "attention": (lambda: nn.TransformerEncoderLayer(64, 4, 48, 0.0, batch_first=True), (12, 64)),
 }
 
 
-def model(kind):
+def model(kind="linear"):
     torch.manual_seed(0)
     build, shape = MODELS[kind]
     return ghostclip.wrap(build()), torch.randn(16, *shape)
@@ -79,7 +69,7 @@ def squares(outputs):
 @pytest.mark.parametrize("strategy", ["gram", "direct"])
 @pytest.mark.parametrize("second_pass", ["cached", "reweight"])
 @pytest.mark.usefixtures("narrow")
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_one_example_s_share_keeps_to_the_bound(kind, strategy, second_pass):
     network, x = model(kind)
     clipper = GhostClipper(network, 0.01, norm_strategy=strategy, second_pass=second_pass)
@@ -92,14 +82,9 @@ def test_one_example_s_share_keeps_to_the_bound(kind, strategy, second_pass):
 
 @pytest.mark.parametrize("method", ["norms", "per_example_grads", "backward"])
 def test_the_model_s_own_backward_keeps_what_was_set(method, narrow):
-    network, x = model("positions")
-    seen = []
-
-    def note(grad):
-        seen.append(settings())
-
+    (network, x), seen = model(), []
     hidden = network[0](x)
-    hidden.register_hook(note)
+    hidden.register_hook(lambda grad: seen.append(settings()))
     getattr(GhostClipper(network), method)(squares(network[2](hidden.tanh())))
     assert seen
     assert all(each == narrow for each in seen)
@@ -107,8 +92,8 @@ def test_the_model_s_own_backward_keeps_what_was_set(method, narrow):
 
 @pytest.mark.usefixtures("narrow")
 def test_an_exception_leaves_the_settings_as_they_were(monkeypatch):
-    network, x = model("positions")
-    clipper, seen = GhostClipper(network), []
+    (network, x), seen = model(), []
+    clipper = GhostClipper(network)
 
     def fails(*args, **options):
         seen.append(settings())
@@ -125,12 +110,12 @@ def test_threads_that_leave_in_any_order_leave_the_settings_as_they_were():
     inside, may_leave = threading.Event(), threading.Event()
 
     def other():
-        with full_precision(CPU):
+        with full_precision(torch.device("cpu")):
             inside.set()
             may_leave.wait()
 
     thread = threading.Thread(target=other)
-    with full_precision(CPU):
+    with full_precision(torch.device("cpu")):
         thread.start()
         inside.wait()
     still = settings()[1]
@@ -143,20 +128,15 @@ def test_threads_that_leave_in_any_order_leave_the_settings_as_they_were():
 @pytest.mark.parametrize("second_pass", ["cached", "reweight"])
 def test_sums_are_formed_in_full_precision(second_pass, monkeypatch):
     seen, of = [], WeightedSums.of
-
-    def noted(*arguments):
-        seen.append(settings()[1])
-        return of(*arguments)
-
-    monkeypatch.setattr(WeightedSums, "of", noted)
-    network, x = model("positions")
+    monkeypatch.setattr(WeightedSums, "of", lambda *arguments: seen.append(settings()[1]) or of(*arguments))
+    network, x = model()
     GhostClipper(network, second_pass=second_pass).backward(squares(network(x)))
     assert set(seen) == {"ieee"}
 
 
 @pytest.mark.usefixtures("narrow")
 def test_steps_are_not_compiled_while_products_may_round():
-    network, x = model("linear")
+    network, x = model()
     clipper = GhostClipper(network, compile=True)
     for _ in range(3):
         clipper.clip(lambda model, batch: squares(model(batch)), x)

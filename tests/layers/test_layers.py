@@ -8,34 +8,12 @@ import torch
 from case_types import Case, indices, normal
 from cases import CASES, CASES_AND_DTYPES
 from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, ready, truth, typical_norm
-from torch.utils._pytree import tree_flatten
 
 import ghostclip
 from ghostclip.norms.term import squared_norms
 from ghostclip.planner import Planner
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-
-
-def assert_equal(found, expected):
-    """Same structure, and every tensor the same to the last bit."""
-    leaves, structure = tree_flatten(found)
-    expected_leaves, expected_structure = tree_flatten(expected)
-    assert structure == expected_structure
-    for leaf, expected_leaf in zip(leaves, expected_leaves, strict=True):
-        assert leaf is expected_leaf or torch.equal(leaf, expected_leaf)
-
-
-@every_case
-@pytest.mark.one_in(8)
-def test_the_oracle_sums_to_the_gradient_of_the_batch(case):
-    model, inputs = case.model(), case.inputs()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    summed = torch.autograd.grad(case.losses(model(*inputs)).sum(), trained, allow_unused=True)
-    for gradient, each in zip(summed, truth(case).values(), strict=True):
-        expected = torch.zeros(each.shape[1:]) if gradient is None else gradient
-        torch.testing.assert_close(each.sum(0), expected.double(), rtol=1e-10, atol=1e-10)
 
 
 @every_case
@@ -49,9 +27,9 @@ def test_outputs_equal_torch_bit_for_bit_and_swapping_changes_neither_keys_nor_p
         assert all(dict(model.named_parameters())[name] is p for name, p in parameters.items())
     assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
     wrapped, inputs = ghostclip.wrap(model, **case.wrap), case.inputs(dtype=torch.float32)
-    assert_equal(wrapped(*inputs), plain(*inputs))
+    torch.testing.assert_close(wrapped(*inputs), plain(*inputs), rtol=0, atol=0)
     with torch.no_grad():
-        assert_equal(wrapped.eval()(*inputs), plain.eval()(*inputs))
+        torch.testing.assert_close(wrapped.eval()(*inputs), plain.eval()(*inputs), rtol=0, atol=0)
 
 
 # Whose rows come in another order where lengths are others, and two whose examples a mask or an index tells apart.
@@ -127,17 +105,13 @@ LARGE = [
     Case("large grouped conv", lambda nn: nn.Conv2d(32, 64, 3, groups=2), (normal(32, 6, 6),)),
     Case("large embedding", lambda nn: nn.Embedding(300, 40), (indices(300, 50),)),
     Case("large lstm", lambda nn: nn.LSTM(40, 90), (normal(7, 40, batch_dim=1),), output_dim=1),
-    Case(
-        "large encoder layer",
-        lambda nn: nn.TransformerEncoderLayer(64, 4, 96, 0.0, batch_first=True),
-        (normal(20, 64),),
-    ),
+    Case("large attention", lambda nn: nn.TransformerEncoderLayer(64, 4, 96, 0.0, batch_first=True), (normal(20, 64),)),
 ]
 
 
 @pytest.mark.parametrize("case", LARGE, ids=str)
-@every_dtype
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.one_in(3)
 def test_sizes_that_are_worked_off_in_pieces(case, dtype):
     expected = oracle.per_example_grads(case.model(), case.losses, case.inputs(33), case.batch_dims)
     max_norm = typical_norm(expected)

@@ -1,9 +1,7 @@
 """Layers written outside of the package, as in CONTRIBUTING.md: strategies and passes are those of built-in layers."""
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -18,17 +16,13 @@ import ghostclip
 from ghostclip.nn import GhostLayer
 from ghostclip.nn.base import LAYERS
 
-# name of the plain class: its arguments, the shape of an example
-OUTSIDE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "Scale": ((5,), (3, 5)),
-    "Projection": ((5, 5), (3, 5)),
-    "LocallyConnected1d": ((3, 3, 2, 5), (3, 5)),
-}
+# name of the plain class: its arguments; an example is [3, 5]
+OUTSIDE = {"Scale": (5,), "Projection": (5, 5), "LocallyConnected1d": (3, 3, 2, 5)}
 outside = pytest.mark.parametrize("name", OUTSIDE)
 
 
 @pytest.fixture(scope="module")
-def classes() -> Iterator[dict[str, Any]]:
+def classes():
     """The names that the code of CONTRIBUTING.md leaves behind; its rules are gone afterwards."""
     before = dict(LAYERS)
     yield run("CONTRIBUTING.md")
@@ -36,21 +30,19 @@ def classes() -> Iterator[dict[str, Any]]:
     LAYERS.update(before)
 
 
-def in_places(m: nn.Module, x: torch.Tensor, times: int) -> list[torch.Tensor]:
+def in_places(m, x, times):
     """A layer, called once or twice where its output fits its input, behind a plain one; rows may be folded."""
     rows = x.flatten(0, 1) if x.dim() == 4 else x
     outputs = [torch.tanh(m.layer(m.before(rows) * (1 + turn))) for turn in range(times)]
     return [out.unflatten(0, x.shape[:2]) if x.dim() == 4 else out for out in outputs]
 
 
-def made(classes: dict[str, Any], name: str, times: int = 1, batch: int = 4) -> tuple[nn.Module, torch.Tensor]:
-    args, shape = OUTSIDE[name]
+def made(classes, name, times=1, batch=4):
     torch.manual_seed(3)
-    width, wiring = shape[-1], partial(in_places, times=times)
-    model = Wired(wiring, before=nn.Linear(width, width), layer=classes[name](*args)).double()
+    model = Wired(partial(in_places, times=times), before=nn.Linear(5, 5), layer=classes[name](*OUTSIDE[name])).double()
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    return model, torch.randn(batch, *shape, dtype=torch.float64)
+    return model, torch.randn(batch, 3, 5, dtype=torch.float64)
 
 
 @outside

@@ -8,6 +8,8 @@ from ghostclip.native.gram import half_gram, ragged_gram
 from ghostclip.norms.outer import OuterProduct, gram
 
 needs_compiler = pytest.mark.skipif(library("gram") is None, reason="no C compiler here")
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+OFF = {torch.float32: 1e-5, torch.float64: 1e-12}
 # Batch, positions, outputs, inputs: around the sizes of blocks, panels and the depth that C takes at a time.
 SIZES = [
     (1, 1, 1, 1), (3, 5, 6, 4), (2, 28, 64, 17), (9, 70, 33, 16), (0, 3, 2, 2), (2, 4, 600, 40), (3, 33, 130, 7),
@@ -21,17 +23,17 @@ def sides(batch, positions, outputs, inputs, dtype=torch.float64):
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@every_dtype
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_same_as_batched_products(sizes, dtype):
     left, right = sides(*sizes, dtype)
     for found, expected in zip(half_gram(left, right), gram(left, right), strict=True):
         assert found.shape == expected.shape
-        assert torch.allclose(found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-12)
+        assert torch.allclose(found, expected, rtol=OFF[dtype])
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@every_dtype
 @pytest.mark.parametrize("lengths", [(), (0,), (3,), (0, 1, 17, 0, 5), (16, 33, 1, 2), (1,) * 40], ids=str)
 @pytest.mark.parametrize("widths", [(1, 1), (6, 4), (130, 17), (7, 257)], ids=str)
 def test_ragged_examples_are_the_same_one_by_one(lengths, widths, dtype):
@@ -39,25 +41,23 @@ def test_ragged_examples_are_the_same_one_by_one(lengths, widths, dtype):
     left, right = (torch.randn(sum(lengths), width + 2, dtype=dtype)[:, 1:-1] for width in widths)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     squared, scale = ragged_gram(left, right, starts)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     for example, (l, r) in enumerate(zip(left.split(lengths), right.split(lengths), strict=True) if lengths else ()):
         expected, size = gram(l.unsqueeze(0), r.unsqueeze(0)) if len(l) else (left.new_zeros(1),) * 2
-        assert torch.allclose(squared[example], expected, rtol=tolerance, atol=tolerance)
-        assert torch.allclose(scale[example], size, rtol=tolerance)
+        assert torch.allclose(squared[example], expected, rtol=OFF[dtype], atol=OFF[dtype])
+        assert torch.allclose(scale[example], size, rtol=OFF[dtype])
     assert len(squared) == len(scale) == len(lengths)
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@every_dtype
 @pytest.mark.parametrize("side", [0, 1], ids=["left", "right"])
 @pytest.mark.parametrize("kept", [(0, 60), (7, 70), (20, 50), (69, 70), (0, 0)], ids=str)
 def test_padding_at_either_end_changes_nothing(kept, side, dtype):
     """Zeros of one side: a padded position has no gradient, whatever its input is."""
     both = list(sides(3, 70, 37, 21, dtype))
     both[side][1, : kept[0]] = both[side][1, kept[1] :] = 0.0
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     for found, expected in zip(half_gram(*both), gram(*both), strict=True):
-        assert torch.allclose(found, expected, rtol=tolerance)
+        assert torch.allclose(found, expected, rtol=OFF[dtype])
 
 
 @needs_compiler

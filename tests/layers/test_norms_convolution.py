@@ -93,10 +93,8 @@ def test_narrow_gradients_are_summed_in_single_precision():
 def test_several_rows_of_an_example_are_summed_before_their_norm(name, groups, row_order):
     rows = 3
     term = term_of(name, 2 * rows, factor=2, groups=groups)
-    single = term.per_example()
-    expected = (
-        single.unflatten(0, (2, rows)).sum(1) if row_order == "example" else single.unflatten(0, (rows, 2)).sum(0)
-    )
+    each = term.per_example()
+    expected = each.unflatten(0, (2, rows)).sum(1) if row_order == "example" else each.unflatten(0, (rows, 2)).sum(0)
     found = term.split_rows(rows, row_order)
     torch.testing.assert_close(found.per_example(), expected, rtol=1e-11, atol=1e-11)
     squared = expected.square().flatten(1).sum(1)

@@ -5,6 +5,7 @@ import torch
 
 from ghostclip.native import library
 from ghostclip.native.rows import add_rows, chained_squared_norms
+from ghostclip.native.shifts import shifted_products
 from ghostclip.norms.rows import LookupGrads, runs_squared_norms
 
 
@@ -47,6 +48,16 @@ def test_rows_that_cancel_keep_their_digits(strategy):
     gradients = gradients + 1e-4 * torch.randn(2, 4, 8)
     exact = gradients.double().sum(1).square().sum(1)
     torch.testing.assert_close(strategy(indices, gradients).double(), exact, rtol=1e-2, atol=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("keep", [None, False, True], ids=["rows", "shifts", "shifts, kept"])
+def test_what_a_compiler_is_told_of_an_operation_in_c_is_so(keep):
+    function, arguments = chained_squared_norms, (torch.randint(0, 4, (3, 8)), torch.randn(3, 8, 5))
+    if keep is not None:
+        function = shifted_products
+        arguments = torch.randn(3, 4, 7, 6), torch.randn(3, 6, 4, 4), [3, 2], [2, 1], [1, 0], [1, 2], keep
+    torch.library.opcheck(function.operation, arguments)
 
 
 LAYOUTS = {

@@ -54,19 +54,16 @@ def test_a_layer_without_outputs(keep):
     assert (None if answer.kept is None else answer.kept.shape) == ((3, 0, 5) if keep else None)
 
 
-def test_deterministic_algorithms_need_no_clock():
+def test_deterministic_algorithms_need_no_clock(monkeypatch):
     def never(run, device, best):
         raise AssertionError("measured")
 
     clocked = Planner(measure=lambda run, device, best: 1.0)
     _, before = clocked.answer(linear_term(positions=64), keep=False)
-    torch.use_deterministic_algorithms(True)
-    try:
-        _, after = clocked.answer(linear_term(positions=64), keep=False)
-        _, long = Planner(measure=never).answer(linear_term(positions=64), keep=False)
-        _, short = Planner(measure=never).answer(linear_term(positions=2), keep=False)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    _, after = clocked.answer(linear_term(positions=64), keep=False)
+    _, long = Planner(measure=never).answer(linear_term(positions=64), keep=False)
+    _, short = Planner(measure=never).answer(linear_term(positions=2), keep=False)
     assert (long.name, short.name) == ("direct", "gram")
     assert before.milliseconds
     assert after == long

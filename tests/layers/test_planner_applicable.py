@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ghostclip.norms.convolution import ConvGrads, Geometry
-from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.term import Strategy
 from ghostclip.planner import Planner
 
@@ -36,54 +35,50 @@ def with_broken(monkeypatch, term, errors):
     return runs
 
 
+@pytest.fixture(params=[False, True], ids=["measured", "deterministic"])
+def deterministic(request):
+    torch.use_deterministic_algorithms(request.param)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 ERRORS = [RuntimeError("no kernel\nfor this"), MemoryError("none"), torch.OutOfMemoryError("none"), ValueError()]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("strategy", ["auto", "gram", "direct"])
 @pytest.mark.parametrize("keep", [False, True])
-def test_any_strategy_may_raise(error, deterministic, strategy, keep, monkeypatch):
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.one_in(4)
+def test_any_strategy_may_raise(error, strategy, keep, monkeypatch):
     names = list(convolution_term().candidates())
     expected = convolution_term().per_example().flatten(1).square().sum(1)
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        for count in range(len(names)):
-            term = convolution_term()
-            with monkeypatch.context() as patched:
-                runs = with_broken(patched, term, dict.fromkeys(names[:count], error))
-                planner = Planner(strategy)
-                for _ in range(2):
-                    answer, choice = planner.answer(term, keep)
-                    torch.testing.assert_close(answer.squared_norms, expected, rtol=1e-11, atol=0)
-                assert choice.name in names[count:]
-                assert set(choice.raised) == {name for name in runs if runs[name]}
-                assert max(runs.values(), default=0) <= 1  # remembered
-                assert set(choice.raised.values()) <= {f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for count in range(len(names)):
+        term, planner = convolution_term(), Planner(strategy)
+        with monkeypatch.context() as patched:
+            runs = with_broken(patched, term, dict.fromkeys(names[:count], error))
+            for _ in range(2):
+                answer, choice = planner.answer(term, keep)
+                torch.testing.assert_close(answer.squared_norms, expected, rtol=1e-11, atol=0)
+            assert choice.name in names[count:]
+            assert set(choice.raised) == {name for name in runs if runs[name]}
+            assert max(runs.values(), default=0) <= 1  # remembered
+            assert set(choice.raised.values()) <= {f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_where_all_raise_the_first_error_goes_on_and_nothing_is_remembered(deterministic, monkeypatch):
-    torch.manual_seed(0)
-    term = OuterProduct(torch.randn(3, 6, 4), torch.randn(3, 6, 5), torch.Size((4, 5)))
+@pytest.mark.usefixtures("deterministic")
+def test_where_all_raise_the_first_error_goes_on_and_nothing_is_remembered(monkeypatch):
+    term, planner = convolution_term(), Planner()
     with_broken(monkeypatch, term, {name: MemoryError(name) for name in term.candidates()})
-    planner = Planner()
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        for _ in range(2):
-            with pytest.raises(MemoryError):
-                planner.answer(term, False)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            planner.answer(term, False)
     assert not planner.choices
 
 
 def test_ctrl_c_in_a_measurement_goes_on(monkeypatch):
-    term = convolution_term()
+    term, planner = convolution_term(), Planner()
     with_broken(monkeypatch, term, {"patches": KeyboardInterrupt()})
-    planner = Planner()
     with pytest.raises(KeyboardInterrupt):
         planner.answer(term, False)
     assert not planner.choices

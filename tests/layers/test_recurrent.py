@@ -1,4 +1,4 @@
-"""Recurrent layers by themselves, without a clipper: forward, the ordinary backward, and what the first pass gets."""
+"""Recurrent layers by themselves: forward and ordinary backward, of packed sequences too, and the first pass."""
 
 import pytest
 import torch
@@ -6,14 +6,14 @@ from comparing import assert_exact
 from recurrent_layers import KINDS, OPTIONS, B, H, I, T, assert_all_close, initial, losses, pair, run, sequences
 from torch import Tensor
 from torch import nn as torch_nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+import ghostclip
 from ghostclip.nn import rnn
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_option = pytest.mark.parametrize("option", OPTIONS)
-
-
 pytestmark = pytest.mark.usefixtures("every_backward")
 
 
@@ -86,3 +86,51 @@ def test_weights_that_are_computed_are_clipped_exactly(kind, name):
     layer = wrapper.wrapped(I, H, batch_first=True, dtype=torch.float64, **own)
     model = torch_nn.utils.parametrizations.weight_norm(layer, name)
     assert_exact(model, sequences(layer), losses=lambda results: results[0].square().sum((1, 2)))
+
+
+LENGTHS = {"sorted": (6, 6, 4, 2, 1), "not sorted": (4, 6, 1, 6, 2)}
+
+
+def packed(layer, given, states=(), in_order=False):
+    """[output padded with zeros [B, T, ...], h_n, (c_n)] of packed sequences, dropout the same every time."""
+    torch.random.default_generator.manual_seed(3)
+    hx = (tuple(states) if len(states) > 1 else states[0]) if states else None
+    output, last = layer(pack_sequence(given, enforce_sorted=in_order), hx)
+    assert isinstance(output, PackedSequence)
+    padded = pad_packed_sequence(output, batch_first=True)[0]
+    return [padded, *(part.transpose(0, 1) for part in (last if isinstance(last, tuple) else [last]))]
+
+
+def all_entries(results):
+    """[B] losses that depend on every entry of the results."""
+    weights = [torch.arange(1.0, 1.0 + r[0].numel()).sin().view_as(r[0]) for r in results]
+    return sum((weight * r + r**2).flatten(1).sum(1) for weight, r in zip(weights, results, strict=True))
+
+
+@every_kind
+@every_option
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.one_in(8)
+def test_packed_sequences_have_torchs_values_and_ordinary_gradients(kind, option, name):
+    for dtype in (torch.float32, torch.float64):
+        layers, found = pair(kind, option, dtype), []
+        given = [torch.randn(length, I, dtype=dtype) for length in LENGTHS[name]]
+        given[1].requires_grad_()
+        states = initial(layers[0], len(given))
+        outputs = [packed(layer, given, states, name == "sorted") for layer in layers]
+        torch.testing.assert_close(*outputs, rtol=0, atol=0)
+        for layer, results in zip(layers, outputs, strict=True):
+            found.append(torch.autograd.grad(all_entries(results).sum(), [given[1], *layer.parameters(), *states]))
+        assert_all_close(found[1], found[0], 1e-10 if dtype == torch.float64 else 1e-3)
+
+
+@every_kind
+def test_a_bad_packed_example_does_not_touch_the_others(kind):
+    _, layer = pair(kind, "both ways")
+    given = [torch.randn(length, I, dtype=torch.float64) for length in LENGTHS["not sorted"]]
+    clipper, found, others = ghostclip.GhostClipper(layer), [], [0, 1, 2, 4]
+    for value in (0.0, float("nan")):
+        given[3][5] = value
+        found.append(clipper.per_example_grads(all_entries(packed(layer, given))).values())
+    assert not all(gradients[3].isfinite().all() for gradients in found[1])
+    assert_all_close(*([gradients[others] for gradients in each] for each in found), 0.0)

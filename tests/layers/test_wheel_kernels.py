@@ -16,7 +16,7 @@ HERE = Path(build.__file__).parent
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def installed(monkeypatch, tmp_path):
     """A copy of the folder of C files, as of an installation; what is there is loaded."""
     folder = tmp_path / "native"
     shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("__pycache__", targets.FOLDER))
@@ -28,16 +28,14 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def compiler() -> str:
+def compiler():
     try:
         return targets.find_compiler()
     except FileNotFoundError:
         pytest.skip("no C compiler here")
 
 
-def test_the_wheels_kernels_are_loaded_and_nothing_is_compiled(
-    installed: Path, compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_wheels_kernels_are_loaded_and_nothing_is_compiled(installed, compiler, monkeypatch, tmp_path):
     level = targets.file_of(torch.backends.cpu.get_cpu_capability()).removeprefix("kernels-").removesuffix(".so")
     (installed / targets.FOLDER).mkdir()
     targets.compile_for(level, compiler, installed / targets.FOLDER)
@@ -51,7 +49,7 @@ def test_the_wheels_kernels_are_loaded_and_nothing_is_compiled(
     assert build.kernels() == f"of the wheel ({level})"
 
 
-def test_a_processor_gets_the_kernels_that_torch_has_for_it() -> None:
+def test_a_processor_gets_the_kernels_that_torch_has_for_it():
     if targets.levels() != targets.X86:
         assert {targets.file_of(found) for found in ("DEFAULT", "SVE256")} == {f"kernels-{targets.levels()[0]}.so"}
         return
@@ -59,11 +57,11 @@ def test_a_processor_gets_the_kernels_that_torch_has_for_it() -> None:
     assert found == [f"kernels-{level}.so" for level in ("x86-64-v2", "x86-64-v3", "x86-64-v4")]
 
 
-def test_every_c_file_is_in_the_wheel_or_is_the_allocator() -> None:
+def test_every_c_file_is_in_the_wheel_or_is_the_allocator():
     assert {path.stem for path in HERE.glob("*.c")} == {*targets.KERNELS, "allocated"}
 
 
-def test_what_is_said_without_kernels(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_said_without_kernels(installed, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CC", raising=False)
     assert build.kernels().startswith("none: no C compiler found")
@@ -74,10 +72,9 @@ def test_what_is_said_without_kernels(installed: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_the_wheel_has_them_and_names_its_platform(tmp_path: Path, compiler: str) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=ROOT, check=True
-    )
+def test_the_wheel_has_them_and_names_its_platform(tmp_path, compiler):
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.stat().st_size < 2_000_000
     _, _, python, abi, platform = wheel.stem.split("-")

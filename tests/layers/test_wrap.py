@@ -88,24 +88,18 @@ def test_an_obstacle_is_found_with_its_path_and_remedy(name):
     (finding,) = ghostclip.check(model)
     assert "1.inner" in str(finding)
     assert remedy in str(finding)
-    with pytest.raises(UnsupportedModelError, match=r"1\.inner") as error:
-        ghostclip.wrap(model)
-    assert remedy in str(error.value)
-    with pytest.raises(UnsupportedModelError, match=r"1\.inner"):
-        ghostclip.GhostClipper(model)
+    for refused in (ghostclip.wrap, ghostclip.GhostClipper):
+        with pytest.raises(UnsupportedModelError, match=rf"(?s)1\.inner.*{remedy}"):
+            refused(model)
 
 
 def test_all_findings_come_at_once_and_nothing_is_changed():
-    model = nn.ModuleDict({name.replace(".", " "): build() for name, (build, _) in OBSTACLES.items()})
-    model["fine"] = nn.Linear(3, 3)
+    model = nn.ModuleDict({name: build() for name, (build, _) in OBSTACLES.items()} | {"fine": nn.Linear(3, 3)})
     kinds = [type(module) for module in model.modules()]
-    findings = [str(finding) for finding in ghostclip.check(model)]
     with pytest.raises(UnsupportedModelError) as error:
         ghostclip.wrap(model)
-    assert len(findings) == len(OBSTACLES)
-    for name in OBSTACLES:
-        assert any(name in finding for finding in findings)
-        assert name in str(error.value)
+    assert {finding.path for finding in ghostclip.check(model)} == {*OBSTACLES}
+    assert all(name in str(error.value) for name in OBSTACLES)
     assert [type(module) for module in model.modules()] == kinds
 
 
@@ -137,15 +131,6 @@ def test_hooks_and_attributes_survive():
     assert ghostclip.unwrap(model)[0].note == "mine"
 
 
-@pytest.mark.parametrize("new", ["GroupNorm", "LayerNorm"])
-def test_batchnorm_is_replaced_on_request(new):
-    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Sequential(nn.BatchNorm2d(6))).double()
-    model = ghostclip.wrap(model, replace={"BatchNorm2d": new})
-    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-    clipper = ghostclip.GhostClipper(model)
-    assert clipper.norms(model(torch.randn(2, 3, 5, 5).double()).square().sum((1, 2, 3))).shape == (2,)
-
-
 class BatchNormAct2d(nn.BatchNorm2d):
     """As timm's, whose forward doesn't call its parent's."""
 
@@ -168,10 +153,14 @@ def test_what_follows_a_replaced_batchnorm_stays():
     assert ghostclip.check(model) == []
 
 
-@pytest.mark.parametrize("channels", [3, 16, 32, 64, 100])
+@pytest.mark.parametrize(("kind", "channels"), [("1d", 3), ("1d", 16), ("1d", 100), ("2d", 32)])
 @pytest.mark.parametrize("new", ["GroupNorm", "LayerNorm"])
-def test_batchnorm_of_features_becomes_groups_of_many(channels, new):
-    """A group of one value would be 0 for every input."""
-    model = ghostclip.wrap(torch.nn.Sequential(torch.nn.BatchNorm1d(channels)), replace={"BatchNorm1d": new})
-    assert channels / model[0].num_groups >= min(channels, 16)
-    assert model(torch.randn(5, channels)).std(0).min() > 0.1
+def test_batchnorm_is_replaced_on_request(kind, channels, new):
+    """Of features by groups of many: a group of one value would be 0 for every input."""
+    norm = getattr(nn, f"BatchNorm{kind}")
+    model = nn.Sequential(norm(channels), nn.Sequential(norm(channels)))
+    ghostclip.wrap(model, replace={f"BatchNorm{kind}": new})
+    x = torch.randn(5, channels, *[3] * (2 if kind == "2d" else 0))
+    assert ghostclip.GhostClipper(model).norms(model(x).square().flatten(1).sum(1)).shape == (5,)
+    assert channels / model[0].num_groups >= min(channels, 16) or kind == "2d"
+    assert model[0](x).std(0).min() > 0.1

@@ -11,8 +11,6 @@ from case_models import Wired, attention, freeze, padded
 from case_types import Case, normal
 from torch import Tensor
 
-__all__ = ["ATTENTION"]
-
 causal = torch.nn.Transformer.generate_square_subsequent_mask
 SIZES = {"d_model": 8, "nhead": 2, "dim_feedforward": 6, "dropout": 0.0}
 

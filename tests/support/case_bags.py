@@ -10,8 +10,6 @@ from case_models import Wired, freeze, tie
 from case_types import TIME_FIRST, Case, indices, normal
 from torch import Tensor
 
-__all__ = ["BAG_CASES"]
-
 
 def _ragged(tokens: Tensor, last: bool, empty: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Flat indices, offsets and a mask [B, T] of bags of all lengths, which the tokens [B, T] themselves decide."""

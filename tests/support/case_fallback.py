@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["ScaleAndDouble", "fallback_cases", "with_parameters"]
-
 
 def with_parameters(wiring: Any, shapes: dict[str, tuple[int, ...]], **parts: torch.nn.Module) -> torch.nn.Module:
     """Named parts and bare Parameters of the given shapes, put together by ``wiring(model, *inputs)``."""
@@ -45,20 +43,6 @@ def _masked_in_place(m: Any, x: Tensor) -> Tensor:
     h = m.first(x)
     h[x[..., 0] > 0] = m.token
     return m.second(h)
-
-
-def _bias_of_distances(m: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    """Attention with a learned bias by distance, as T5 has it; a mask of each example is added to the bias."""
-    h, places = m.embedding(tokens), torch.arange(tokens.shape[1])
-    bias = m.bias((places[:, None] - places[None]).abs()).permute(2, 0, 1)[None]
-    bias = bias + (x[:, None, None, : len(places), 0] > 1) * -9.0
-    q, k = (part(h).unflatten(2, (2, -1)).transpose(1, 2) for part in (m.query, m.key))
-    return m.head(((q @ k.mT + bias).softmax(-1) @ k).transpose(1, 2).flatten(2))
-
-
-def _distances(nn: ModuleType) -> torch.nn.Module:
-    parts = {"embedding": nn.Embedding(7, 4), "bias": nn.Embedding(9, 2), "head": nn.Linear(4, 3)}
-    return Wired(_bias_of_distances, query=nn.Linear(4, 4), key=nn.Linear(4, 4), **parts)
 
 
 def _positions(where: Any, nn: ModuleType) -> torch.nn.Module:
@@ -171,7 +155,6 @@ BARE: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
     "repeated": (lambda m, x: m.layer(torch.cat([m.p.repeat(len(x), 2, 1), x], 1)), {"p": (1, 5)}),
     "table by position": (lambda m, x: x @ x.mT + m.p[torch.arange(36) % 11].view(6, 6), {"p": (11,)}),
     "used again above": (lambda m, x: F.layer_norm(m.layer(x + m.p), (5,), m.p[0], torch.tanh(m.p[0])), {"p": (6, 5)}),
-    "read by a layer": (lambda m, x: m.layer(x) + m.layer(m.p), {"p": (1, 5)}),
     "time first": (lambda m, x: (m.layer(x).mT.transpose(0, 1) + m.p).transpose(0, 1), {"p": (5, 1, 6)}),
     "nothing but it": (lambda m, x: (x * m.p).sum(1), {"p": (5,)}),
     "unused": (lambda m, x: m.layer(x), {"p": (5,)}),
@@ -230,8 +213,6 @@ def fallback_cases() -> Iterator[Case]:
             build = lambda nn, w=where: _positions(w, nn)  # noqa: E731
             yield Case(f"position ids {name} of {length}", build, (indices(7, length),))
     yield Case("position ids through layers", _positions_through_layers, (indices(7, 6),))
-    for length in (4, 5):
-        yield Case(f"bias of distances {length}", _distances, (normal(8, 2), indices(7, length)))
     tied = lambda m, i: F.linear(torch.tanh(m.body(m.embedding(i))), m.embedding.weight)  # noqa: E731
     for name, shape in {"": (6,), " one position": ()}.items():
         yield Case(

@@ -10,8 +10,6 @@ from case_bags import BAG_CASES
 from case_models import Wired, freeze, tie
 from case_types import TIME_FIRST, Case, normal
 
-__all__ = ["LAYER_CASES"]
-
 
 def transposed(dims: int, channels: int, nn: ModuleType, **options: Any) -> torch.nn.Module:
     """A transposed convolution of ``dims`` dimensions to twice the channels, 3 wide by default."""
@@ -20,22 +18,14 @@ def transposed(dims: int, channels: int, nn: ModuleType, **options: Any) -> torc
 
 TRANSPOSED: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (4, {}),
-    "no bias": (4, {"bias": False}),
-    "1x1": (4, {"kernel_size": 1}),
     "1x1 stride": (3, {"kernel_size": 1, "stride": 2}),
-    "one position": (1, {}),
     "stride": (3, {"stride": 2}),
     "stride over gaps": (3, {"kernel_size": 2, "stride": 3}),
-    "padding": (4, {"padding": 1}),
     "all padding": (4, {"padding": 2}),
     "more padding than kernel": (5, {"kernel_size": 1, "padding": 1}),
-    "dilation": (3, {"dilation": 2}),
-    "output_padding": (3, {"stride": 2, "output_padding": 1}),
     "padding output_padding": (3, {"stride": 3, "padding": 1, "output_padding": 2}),
     "output_padding of a stride": (3, {"dilation": 3, "padding": 1, "output_padding": 1}),
     "output_padding past a stride": (3, {"dilation": 4, "stride": 2, "padding": 3, "output_padding": 3}),
-    "groups": (4, {"groups": 2, "padding": 1}),
-    "depthwise": (4, {"groups": 4, "padding": 1}),
     "depthwise stride no bias": (3, {"groups": 4, "stride": 2, "bias": False}),
     "groups all options": (3, {"groups": 2, "stride": 2, "padding": 1, "output_padding": 1, "dilation": 2}),
 }
@@ -46,8 +36,6 @@ def _transposed() -> Iterator[Case]:
         for name, (size, options) in TRANSPOSED.items():
             build = partial(transposed, dims, 4, **options)
             yield Case(f"conv_transpose{dims}d {name}", build, (normal(4, *[size] * dims),))
-    uneven = {"kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 0), "dilation": (1, 2), "output_padding": (1, 1)}
-    yield Case("conv_transpose2d uneven", partial(transposed, 2, 3, **uneven), (normal(3, 4, 5),))
     strided = partial(transposed, 2, 4, stride=2, padding=1)
     sized = lambda nn: Wired(lambda m, x: m.up(x, output_size=[8, 7]), up=strided(nn))  # noqa: E731
     yield Case("conv_transpose2d output_size", sized, (normal(4, 4, 4),))
@@ -79,11 +67,10 @@ def _transposed() -> Iterator[Case]:
 def _bilinear() -> Iterator[Case]:
     """Bilinear: either of its inputs the wider one, any number of positions."""
     for name, sizes in {"": (3, 4, 5), " wide out": (2, 2, 9), " one out": (6, 5, 1), " 1 to 1": (1, 1, 1)}.items():
-        for shape in ((), (6,), (1,), (2, 3), (17,)):
+        for shape in ((), (6,), (2, 3)):
             specs = normal(*shape, sizes[0]), normal(*shape, sizes[1])
             yield Case(f"bilinear{name} {len(shape) + 2}-D {shape}", lambda nn, s=sizes: nn.Bilinear(*s), specs)
     pair = normal(3), normal(4)
-    yield Case("bilinear no bias", lambda nn: nn.Bilinear(3, 4, 2, bias=False), pair)
     yield Case("bilinear 3-D no bias", lambda nn: nn.Bilinear(3, 4, 2, bias=False), (normal(5, 3), normal(5, 4)))
     for part in ("weight", "bias"):
         yield Case(f"bilinear frozen {part}", lambda nn, p=part: freeze(nn.Bilinear(3, 4, 2), p), pair)
@@ -94,7 +81,6 @@ def _bilinear() -> Iterator[Case]:
     yield Case("bilinear twice", twice, same)
     own = lambda nn: Wired(lambda m, x: m.b(x, x).relu_(), b=nn.Bilinear(5, 5, 4))  # noqa: E731
     yield Case("bilinear one input in place", own, (normal(5),))
-    yield Case("bilinear one input in place 3-D", own, (normal(4, 5),))
     time_first = normal(6, 3, batch_dim=1), normal(6, 4, batch_dim=1)
     build = lambda nn: nn.Bilinear(3, 4, 2)  # noqa: E731
     yield Case("bilinear time first", build, time_first, **TIME_FIRST)
@@ -103,10 +89,7 @@ def _bilinear() -> Iterator[Case]:
 def _normalization() -> Iterator[Case]:
     """RMSNorm; InstanceNorm1d, InstanceNorm2d, InstanceNorm3d; GroupNorm and LayerNorm where cases.py has none."""
     for name, options in {"": {}, " eps": {"eps": 0.1}}.items():
-        for shape in ((), (6,), (2, 3), (1,)):
-            build = lambda nn, o=options: nn.RMSNorm(5, **o)  # noqa: E731
-            yield Case(f"rmsnorm{name} {shape}", build, (normal(*shape, 5),))
-    yield Case("rmsnorm two dimensions", lambda nn: nn.RMSNorm((3, 5)), (normal(2, 3, 5),))
+        yield Case(f"rmsnorm{name}", lambda nn, o=options: nn.RMSNorm(5, **o), (normal(6, 5),))
     yield Case("rmsnorm whole example", lambda nn: nn.RMSNorm((3, 5)), (normal(3, 5),))
     plain = lambda nn: nn.Sequential(nn.Linear(4, 5), nn.RMSNorm(5, elementwise_affine=False))  # noqa: E731
     yield Case("rmsnorm no affine", plain, (normal(6, 4),))

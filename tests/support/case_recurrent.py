@@ -11,8 +11,6 @@ from case_types import Case, indices, normal
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-__all__ = ["KINDS", "RECURRENT"]
-
 STEPS = 5
 CELLS: dict[str, tuple[str, dict[str, Any]]] = {
     "rnn tanh": ("RNNCell", {}),

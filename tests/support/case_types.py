@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["TIME_FIRST", "Build", "Case", "Input", "indices", "normal", "project"]
-
 Build = Callable[[ModuleType], torch.nn.Module]
 
 

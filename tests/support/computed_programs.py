@@ -22,8 +22,6 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["COMPUTED", "FORMS", "LINEAR", "Skeleton", "built", "called", "projected", "sized"]
-
 # Examples in each batch; there are six positions.
 SIZES = (6, 4, 1, 3, 8, 2, 5, 12, 6, 7)
 
@@ -45,21 +43,6 @@ MASKED = By(lambda weight: weight * torch.linspace(0, 1, 5).to(weight))
 DIVIDED = By(lambda weight: torch.exp(weight) / weight.square().sum(1).sqrt().amax())
 
 
-class LowRank(nn.Module):
-    """LoRA."""
-
-    def __init__(self):
-        super().__init__()
-        self.down, self.up = nn.Parameter(torch.randn(2, 5)), nn.Parameter(torch.randn(8, 2))
-
-    def forward(self, weight):
-        return weight + self.up @ self.down
-
-
-def checkpointed(m, x):
-    return checkpoint(m.layer, x, use_reentrant=False)
-
-
 def parametrized(layer, parametrization, name="weight"):
     register_parametrization(layer, name, parametrization)
     return layer
@@ -70,9 +53,11 @@ def pruned(layer):
 
 
 def low_rank():
+    """LoRA."""
     layer = nn.Linear(5, 8)
     layer.weight.requires_grad_(False)
-    return parametrized(layer, LowRank())
+    adapter = with_parameters(lambda m, weight: weight + m.up @ m.down, {"down": (2, 5), "up": (8, 2)})
+    return parametrized(layer, adapter)
 
 
 def convolution(change, **options):
@@ -92,11 +77,11 @@ LINEAR = {
     "straight-through": lambda: parametrized(nn.Linear(5, 8), ROUNDED),
     "entry by entry": lambda: parametrized(nn.Linear(5, 8), CURVED),
     "low rank": low_rank,
-    "called twice": lambda: nn.Sequential(
-        *[parametrizations.weight_norm(nn.Linear(5, 5)), nn.Tanh()] * 2, nn.Linear(5, 8)
-    ),
-    "checkpointed": lambda: Wired(checkpointed, layer=parametrizations.weight_norm(nn.Linear(5, 8))),
-}
+    "called twice": lambda: (
+        nn.Sequential(*[parametrizations.weight_norm(nn.Linear(5, 5)), nn.Tanh()] * 2, nn.Linear(5, 8))),
+    "checkpointed": lambda: Wired(lambda m, x: checkpoint(m.layer, x, use_reentrant=False),
+                                  layer=parametrizations.weight_norm(nn.Linear(5, 8))),
+}  # fmt: skip
 POSITIONS = {
     "weight_norm of a convolution": lambda: convolution(parametrizations.weight_norm),
     "weight_norm in groups": lambda: convolution(parametrizations.weight_norm, groups=2),
@@ -116,27 +101,18 @@ def folded(layer: Callable[[], nn.Module]) -> nn.Module:
     return Wired(lambda m, x: m.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2]), layers=built(layer))
 
 
-# Without any layer ---
-
-
 def normalised(m):
     return torch._weight_norm(m.v, m.g, 0)
-
-
-def divided(m):
-    return m.v / m.v.square().sum().sqrt()
 
 
 # name: a function of x and the parameters v [8, 5], g [8, 1], without any layer
 FUNCTIONS = {
     "weight_norm": lambda m, x: F.linear(x, normalised(m)),
     "weight_norm's transpose": lambda m, x: F.linear(x, normalised(m)) @ normalised(m),
-    "one weight, twice": lambda m, x: (lambda weight: F.linear(torch.tanh(F.linear(x, weight)), weight.T))(
-        normalised(m)
-    ),
+    "one weight, twice": lambda m, x: (lambda w: F.linear(torch.tanh(F.linear(x, w)), w.T))(normalised(m)),
     "weight_norm scaled": lambda m, x: torch.addmm(m.q, x.flatten(0, -2), normalised(m).T, beta=0.5, alpha=2.0),
     "direction used again": lambda m, x: F.linear(x, normalised(m)) + F.linear(x, m.v),
-    "quotient": lambda m, x: F.linear(x, divided(m)),
+    "quotient": lambda m, x: F.linear(x, m.v / m.v.square().sum().sqrt()),
     "quotient by another": lambda m, x: F.linear(x, m.v / m.g.square().sum()),
     "quotient of a computed one": lambda m, x: F.linear(x, normalised(m) / m.v.square().sum().sqrt()),
     "masked by a parameter": lambda m, x: F.linear(x, m.v * m.g),
@@ -179,11 +155,8 @@ def filters(name: str, change: Callable[[Tensor], Tensor], fold: bool) -> nn.Mod
     return with_parameters(wiring, {"p": shape})
 
 
-# Other tensors in the place of parameters, as torch.func.functional_call has it ---
-
-
 class Skeleton(nn.Module):
-    """A layer, a skeleton that is run with computed weights, and what these are computed from."""
+    """A layer, a skeleton that is run with other tensors in the place of its parameters, and what these are made of."""
 
     def __init__(self, form: Callable[[Skeleton, Tensor], Tensor]) -> None:
         super().__init__()
@@ -194,17 +167,9 @@ class Skeleton(nn.Module):
         return self.form(self, self.low(x).tanh())
 
 
-def scaled(m: Skeleton, h: Tensor) -> Tensor:
-    return functional_call(m.skeleton, {"weight": m.skeleton.weight * 3}, (h,))
-
-
 def one_of_several(m: Skeleton, h: Tensor) -> Tensor:
     h = functional_call(m.skeleton, {"weight": m.weights[0]}, (h,)).tanh()
     return functional_call(m.skeleton, {"weight": m.weights[1], "bias": m.down[0]}, (h,))
-
-
-def low_rank_added(m: Skeleton, h: Tensor) -> Tensor:
-    return functional_call(m.skeleton, {"weight": m.skeleton.weight + m.up @ m.down}, (h,))
 
 
 def adapted(m: Skeleton, h: Tensor) -> Tensor:
@@ -216,7 +181,12 @@ def adapted(m: Skeleton, h: Tensor) -> Tensor:
     return functional_call(m.skeleton, {k: w - 0.1 * g for (k, w), g in zip(own.items(), steps, strict=True)}, (h,))
 
 
-FORMS = {f.__name__: f for f in (scaled, one_of_several, low_rank_added, adapted)}
+FORMS: dict[str, Callable[[Skeleton, Tensor], Tensor]] = {
+    "scaled": lambda m, h: functional_call(m.skeleton, {"weight": m.skeleton.weight * 3}, (h,)),
+    "one_of_several": one_of_several,
+    "low_rank_added": lambda m, h: functional_call(m.skeleton, {"weight": m.skeleton.weight + m.up @ m.down}, (h,)),
+    "adapted": adapted,
+}
 
 
 def called(name: str) -> nn.Module:

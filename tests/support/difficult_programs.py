@@ -3,8 +3,6 @@
 Each has ten batches, of several sizes; where positions are counted, there are as many as examples in some of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +13,6 @@ from law_programs import Program
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
-
-__all__ = ["BATCHES", "DIFFICULT", "EXAMPLES", "StackedGraphs", "graphs", "pooled_by_index"]
 
 BATCHES = 10
 EXAMPLES, POSITIONS = (4, 8, 2, 5, 4, 1, 12, 3, 6, 8), (4, 4, 6, 3, 8, 4, 6, 3, 4, 8)
@@ -78,20 +74,12 @@ def packed_layers() -> nn.Module:
     return Wired(on_packed_data, **parts, head=nn.Linear(4, 2))
 
 
-def in_any_order(number: int) -> tuple[Tensor, Tensor]:
-    return *vectors(number), torch.randperm(EXAMPLES[number])
-
-
 def sequences(number: int) -> tuple[Tensor]:
     return (torch.randn(EXAMPLES[number], POSITIONS[number], WIDTH),)
 
 
 def words(number: int) -> tuple[Tensor]:
     return (torch.randint(WORDS, (EXAMPLES[number], POSITIONS[number])),)
-
-
-def four_words(number: int) -> tuple[Tensor]:
-    return (torch.randint(WORDS, (EXAMPLES[number], 4)),)
 
 
 def last_losses(model: nn.Module, *inputs: Any) -> Tensor:
@@ -105,26 +93,17 @@ def graphs(sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(len(owner), WIDTH), adjacency, (owner == torch.arange(len(sizes))[:, None]).float()
 
 
-GRAPHS = ((3, 1, 4, 2), (4, 4, 4, 4), (1, 1, 1), (2, 6, 4), (5, 3), (1, 7, 4, 4), (3, 3, 3), (6, 2, 3, 5), (9,), (2, 2))
-EQUAL = (4, 4, 4)
-SAME_NUMBER = (EQUAL, EQUAL, (2, 6, 4), (1, 5, 6), (6, 3, 3), EQUAL, (8, 2, 2), (3, 4, 5), (5, 5, 2), EQUAL)
+def stacked(pool: Callable[[Tensor, Tensor], Tensor], messages: bool = True) -> Callable[[], nn.Module]:
+    """Graphs one after another: messages by a matrix, or none, pooled in a given way."""
 
+    def wiring(m: Any, x: Tensor, adjacency: Tensor, members: Tensor) -> Tensor:
+        for layer in (m.first, m.second):
+            x = torch.tanh(adjacency @ layer(x) if messages else layer(x))
+        return m.head(pool(members, x))
 
-class StackedGraphs(nn.Module):
-    """Graphs one after another: messages by a matrix, pooled in a given way."""
-
-    def __init__(self, pool: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, INSIDE), nn.Linear(INSIDE, 3)
-        self.pool = pool
-
-    def forward(self, x: Tensor, adjacency: Tensor, members: Tensor) -> Tensor:
-        x = torch.tanh(adjacency @ self.second(torch.tanh(adjacency @ self.first(x))))
-        return self.head(self.pool(members, x))
-
-
-def pooled_by_matrix(members: Tensor, x: Tensor) -> Tensor:
-    return members @ x
+    return lambda: Wired(
+        wiring, first=nn.Linear(WIDTH, INSIDE), second=nn.Linear(INSIDE, INSIDE), head=nn.Linear(INSIDE, 3)
+    )
 
 
 def pooled_by_mask(members: Tensor, x: Tensor) -> Tensor:
@@ -135,39 +114,23 @@ def pooled_by_index(members: Tensor, x: Tensor) -> Tensor:
     return x.new_zeros(len(members), x.shape[1]).index_add(0, members.argmax(0), x) / members.sum(1)[:, None]
 
 
-class Layers(nn.Module):
+def layers(form: Callable[..., Tensor]) -> Callable[[], nn.Module]:
     """Two layers and a normalization, put together by a function."""
-
-    def __init__(self, form: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.first, self.norm, self.second = nn.Linear(WIDTH, INSIDE), nn.LayerNorm(INSIDE), nn.Linear(INSIDE, 2)
-        self.form = form
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.form(self, *inputs)
+    return lambda: Wired(form, first=nn.Linear(WIDTH, INSIDE), norm=nn.LayerNorm(INSIDE), second=nn.Linear(INSIDE, 2))
 
 
-def time_first(m: Layers, x: Tensor) -> Tensor:
-    return m.second(torch.tanh(m.norm(m.first(x.transpose(0, 1))))).mean(0)
-
-
-def flattened_time_first(m: Layers, x: Tensor) -> Tensor:
+def flattened_time_first(m: Any, x: Tensor) -> Tensor:
     """Layers on rows [T * B, d]."""
     h = torch.tanh(m.first(x.transpose(0, 1).reshape(-1, WIDTH)))
     return m.second(h).view(x.shape[1], len(x), 2).mean(0)
 
 
-def one_by_one(m: Layers, x: Tensor) -> Tensor:
-    """A loop over single examples, which share layers and a parameter outside of them."""
-    return torch.stack([m.second(torch.tanh(m.first(row)) * m.norm.weight) for row in x])
-
-
-def reordered(m: Layers, x: Tensor, order: Tensor, permute: Callable[..., Tensor] = torch.Tensor.__getitem__) -> Tensor:
+def reordered(m: Any, x: Tensor, order: Tensor, permute: Callable[..., Tensor] = torch.Tensor.__getitem__) -> Tensor:
     """Layers on rows in another order, which is undone behind them."""
     return permute(m.second(torch.tanh(m.first(permute(x, order)))), order.argsort())
 
 
-def masked(m: Layers, x: Tensor) -> Tensor:
+def masked(m: Any, x: Tensor) -> Tensor:
     """A head on some positions of all examples, picked by a mask and added up by example."""
     mask = x[..., 0] > -0.5
     rows = -m.second(m.first(x).tanh()[mask]).log_softmax(1)[:, 0]
@@ -180,33 +143,30 @@ def losses_flattened_time_first(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits, ids.T.reshape(-1), reduction="none").view(ids.shape[1], len(ids)).mean(0)
 
 
-def next_words() -> nn.Module:
-    return nn.Sequential(nn.Embedding(WORDS, INSIDE), nn.Linear(INSIDE, INSIDE), nn.Tanh(), nn.Linear(INSIDE, WORDS))
-
-
-def texts_of_lengths(number: int) -> tuple[Tensor, Tensor]:
-    (ids,) = words(number)
-    return ids, torch.randint(1, ids.shape[1] + 1, (len(ids),))
-
-
-def _graphs(name: str, pool: Callable[[Tensor, Tensor], Tensor], sizes: Sequence[Sequence[int]]) -> Program:
-    return Program(name, lambda: StackedGraphs(pool), lambda number: graphs(sizes[number]))
-
-
+GRAPHS = ((3, 1, 4, 2), (4, 4, 4, 4), (1, 1, 1), (2, 6, 4), (5, 3), (1, 7, 4, 4), (3, 3, 3), (6, 2, 3, 5), (9,), (2, 2))
+EQUAL = (4, 4, 4)
+SAME_NUMBER = (EQUAL, EQUAL, (2, 6, 4), (1, 5, 6), (6, 3, 3), EQUAL, (8, 2, 2), (3, 4, 5), (5, 5, 2), EQUAL)
 DIFFICULT = (
-    _graphs("graphs pooled by an index", pooled_by_index, GRAPHS),
-    _graphs("graphs pooled by a matrix", pooled_by_matrix, GRAPHS),
-    _graphs("graphs pooled by a mask", pooled_by_mask, GRAPHS),
-    _graphs("graphs of as many nodes in all", pooled_by_matrix, SAME_NUMBER),
-    Program("four positions", lambda: positions(4), four_words),
+    Program("graphs pooled by an index", stacked(pooled_by_index), lambda number: graphs(GRAPHS[number])),
+    Program("graphs pooled by a matrix", stacked(torch.matmul), lambda number: graphs(GRAPHS[number])),
+    Program("graphs pooled by a mask", stacked(pooled_by_mask), lambda number: graphs(GRAPHS[number])),
+    Program("graphs of as many nodes in all", stacked(torch.matmul), lambda number: graphs(SAME_NUMBER[number])),
+    Program("four positions", lambda: positions(4), lambda number: (torch.randint(WORDS, (EXAMPLES[number], 4)),)),
     Program("positions of several lengths", lambda: positions(8), words),
-    Program("time first layers", lambda: Layers(time_first), sequences),
-    Program("flattened time first", lambda: Layers(flattened_time_first), sequences),
-    Program("a loss flattens time first", next_words, words, losses_flattened_time_first),
-    Program("one by one", lambda: Layers(one_by_one), vectors),
-    Program("rows permuted at random", lambda: Layers(reordered), in_any_order),
-    Program("packed data", packed_layers, texts_of_lengths),
+    Program("time first layers", layers(lambda m, x: m.second(m.norm(m.first(x.transpose(0, 1))).tanh()).mean(0)),
+            sequences),
+    Program("flattened time first", layers(flattened_time_first), sequences),
+    Program("a loss flattens time first",
+            lambda: nn.Sequential(nn.Embedding(WORDS, INSIDE), nn.Tanh(), nn.Linear(INSIDE, WORDS)),
+            words, losses_flattened_time_first),
+    # A loop over single examples, which share layers and a parameter outside of them.
+    Program("one by one", layers(lambda m, x: torch.stack([m.second(m.first(h).tanh() * m.norm.weight) for h in x])),
+            vectors),
+    Program("rows permuted at random", layers(reordered),
+            lambda number: (*vectors(number), torch.randperm(EXAMPLES[number]))),
+    Program("packed data", packed_layers,
+            lambda number: (*words(number), torch.randint(1, POSITIONS[number] + 1, (EXAMPLES[number],)))),
     Program("bare matrices", bare_matrices, sequences),
     Program("hidden Markov model", hidden_markov_model, words, last_losses),
-    Program("masked words", lambda: Layers(masked), sequences, last_losses),
-)
+    Program("masked words", layers(masked), sequences, last_losses),
+)  # fmt: skip

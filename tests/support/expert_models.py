@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["LOSSES", "MISTAKES", "WAYS", "Experts"]
-
 WIDTH, INSIDE, EXPERTS, CHOSEN = 4, 6, 3, 2
 
 

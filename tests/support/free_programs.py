@@ -1,7 +1,5 @@
 """Programs whose forward is given as a function, over batches of four examples; most are turned in some batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,9 +7,6 @@ import torch
 from difficult_programs import last_losses
 from law_programs import Program
 from torch import Tensor, nn
-
-__all__ = ["EXAMPLES", "IN_ORDER", "ORDERS", "SQUARE", "TURNS", "WIDTH", "B", "Free", "add", "squares"]
-
 
 B, WIDTH = 4, 5
 EXAMPLES, SQUARE = (B, WIDTH), (B, B, WIDTH)

@@ -1,7 +1,5 @@
 """Honest programs out of the tables of the other tests, and at random out of the fuzzer's blocks."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Sequence
@@ -10,9 +8,8 @@ from pathlib import Path
 
 import expert_models
 import ragged_models
-import real_models
 import torch
-from case_types import Case, project
+from case_types import Case
 from cases import CASES
 from difficult_programs import EXAMPLES
 from law_programs import Program
@@ -28,7 +25,7 @@ SIZES = (
     (5,), (2, 0, 4), (3, 3, 3, 3), (7, 1, 2, 2), (4, 2),
 )  # fmt: skip
 # What torch itself, or a helper of the model's, can't compute in bfloat16.
-WIDE_ONLY = ("bare complex product", "bare turned by angles", "bias of distances 4", "windows")
+WIDE_ONLY = ("bare complex product", "bare turned by angles", "windows")
 
 
 def _layer(case: Case) -> Program:
@@ -60,14 +57,8 @@ def _ragged(name: str) -> Program:
     )  # fmt: skip
 
 
-def _network(name: str) -> Program:
-    build, inputs = real_models.MODELS[name]
-    return Program(name, build, lambda number: (inputs(EXAMPLES[number]),), lambda model, x: project(model(x)))
-
-
 LAYERS = tuple(_layer(case) for case in CASES)
 EXPERTS = tuple(_expert(name, time_first) for name in expert_models.WAYS for time_first in (False, True))
-NETWORKS = tuple(_network(name) for name in real_models.MODELS)
 RAGGED = tuple(_ragged(name) for name in ragged_models.CASES)
 # Whose rows are whose is measured: neither `batch_dim` nor `batch_index` is needed.
 WITHOUT_BATCH_DIM = tuple(

@@ -1,7 +1,5 @@
 """How GhostClip is judged on a program: against the slow loop, under both second passes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 
@@ -13,8 +11,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import ghostclip
-
-__all__ = ["SECOND_PASSES", "assert_exact", "assert_letters", "assert_within_rounding", "letters"]
 
 SECOND_PASSES = ("cached", "reweight")
 

@@ -4,8 +4,6 @@ The truth is the slow loop: one backward for each single loss of the same forwar
 that GhostClip never sees.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +12,6 @@ import oracle
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-
-__all__ = ["Grads", "Program", "converted", "squares", "truth"]
 
 Grads = dict[str, Tensor]
 

@@ -5,17 +5,16 @@ networks. ``HOOKS`` do the same to gradients. ``BEHIND_A_MASK`` mix where a mask
 programs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import expert_models
 import torch
 from case_fallback import with_parameters
 from case_models import Wired
-from difficult_programs import INSIDE, WIDTH, StackedGraphs, graphs, last_losses, pooled_by_index
+from difficult_programs import INSIDE, WIDTH, graphs, last_losses, pooled_by_index, stacked
 from free_programs import Free
 from law_programs import Program, squares
 from torch import Tensor, nn
@@ -25,28 +24,17 @@ Mixture = Callable[[Tensor], Tensor]
 EXAMPLES = 8
 
 
-class SwapNeighbours(torch.autograd.Function):
-    """A function of one's own: each example is moved to its neighbour's place."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor) -> Tensor:
-        return h.view(-1, 2, *h.shape[1:]).flip(1).reshape(h.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return SwapNeighbours.forward(ctx, grad)
+def function_of_ones_own(forward: Mixture, backward: Mixture) -> Mixture:
+    methods = {"forward": lambda ctx, h: forward(h), "backward": lambda ctx, grad: backward(grad)}
+    kind = type("Own", (torch.autograd.Function,), {name: staticmethod(method) for name, method in methods.items()})
+    return kind.apply
 
 
-class MeanBackward(torch.autograd.Function):
-    """A function of one's own whose backward alone mixes."""
+def neighbours_swapped(h: Tensor) -> Tensor:
+    return h.view(-1, 2, *h.shape[1:]).flip(1).reshape(h.shape)
 
-    @staticmethod
-    def forward(ctx: Any, h: Tensor) -> Tensor:
-        return h.clone()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad - grad.mean(0)
+OWN = function_of_ones_own(neighbours_swapped, neighbours_swapped)
 
 
 def by_a_constant_matrix(h: Tensor) -> Tensor:
@@ -57,10 +45,6 @@ def by_a_constant_matrix(h: Tensor) -> Tensor:
 def attention_over_examples(h: Tensor) -> Tensor:
     flat = h.flatten(1)
     return ((flat @ flat.T / flat.shape[1] ** 0.5).softmax(1) @ flat).view_as(h)
-
-
-def normalized_over_the_batch(h: Tensor) -> Tensor:
-    return F.batch_norm(h.flatten(1), None, None, training=True).view_as(h)
 
 
 def gathered_elsewhere(h: Tensor) -> Tensor:
@@ -81,9 +65,9 @@ MIXTURES: dict[str, Mixture] = {
     "the first to all": lambda h: h + h[:1],
     "two of another order": lambda h: 0.7 * h + 0.3 * h[torch.randperm(len(h))],
     "spectrum": lambda h: torch.fft.fft(h.float(), dim=0).real.to(h.dtype),
-    "batch norm": normalized_over_the_batch,
-    "own function": lambda h: h + SwapNeighbours.apply(h),
-    "own backward": MeanBackward.apply,
+    "batch norm": lambda h: F.batch_norm(h.flatten(1), None, None, training=True).view_as(h),
+    "own function": lambda h: h + OWN(h),
+    "own backward": function_of_ones_own(torch.clone, lambda grad: grad - grad.mean(0)),
     "gathered": gathered_elsewhere,
 }  # fmt: skip
 # May be refused by name, whatever it is multiplied with.
@@ -100,6 +84,8 @@ HOOKS: dict[str, Mixture] = {
     "gradient minus its mean": lambda grad: grad - grad.mean(0),
     "gradient shifted": lambda grad: grad + grad.roll(1, 0),
     "gradient over its maximum": lambda grad: grad / grad.abs().max(),
+    # No mark is 1: a row that comes back as it was has no owner.
+    "gradient over each row's norm": lambda grad: grad / (grad.norm(dim=1, keepdim=True) + 1e-30),
 }
 
 
@@ -169,12 +155,9 @@ BEHIND_A_MASK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def between(
-    name: str,
-    network: str,
-    forward: Callable[..., Tensor],
-    expect: str = "RR",
+    name: str, network: str, forward: Callable[..., Tensor], expect: str = "RR",
     more: Callable[[int], tuple[Any, ...]] = lambda number: (),
-) -> Program:
+) -> Program:  # fmt: skip
     """A network with ``forward(h, *more(number))`` between its layers."""
     layers, shape = NETWORKS[network]
 
@@ -182,10 +165,10 @@ def between(
         below, above = layers()
         return Wired(lambda m, x, *more: m.above(forward(m.below(x), *more)), below=below, above=above)
 
-    return Program(
-        f"{name} in {network}", build,
-        lambda number: (torch.randn(EXAMPLES, *shape), *more(number)), expect=expect,
-    )  # fmt: skip
+    def batch(number: int) -> tuple[Any, ...]:
+        return torch.randn(EXAMPLES, *shape), *more(number)
+
+    return Program(f"{name} in {network}", build, batch, expect=expect)
 
 
 def hooked(hook: Mixture) -> Callable[[Tensor], Tensor]:
@@ -200,18 +183,12 @@ def hooked(hook: Mixture) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def batch_as_time(m: Free, x: Tensor) -> Tensor:
-    """A recurrent layer takes examples for steps."""
-    return m.last(m.gru(m.first(x).unsqueeze(1))[0][:, 0]).square().sum(1)
-
-
-def table_by_the_batch(m: Free, x: Tensor) -> Tensor:
-    """A row of a table is looked up by how many examples are positive."""
-    return m.last(torch.tanh(m.first(x) + m.words((x > 0).sum()[None] % 9))).square().sum(1)
-
-
 def vectors(number: int) -> tuple[Tensor]:
     return (torch.randn(EXAMPLES, WIDTH),)
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(*_perceptron())
 
 
 def joined_graphs(number: int) -> tuple[Tensor, ...]:
@@ -219,14 +196,6 @@ def joined_graphs(number: int) -> tuple[Tensor, ...]:
     x, adjacency, members = graphs((3, 2, 4))
     adjacency[0, -1] = 1.0
     return x, adjacency, members
-
-
-def perceptron() -> nn.Module:
-    return nn.Sequential(*_perceptron())
-
-
-def centred_losses(model: nn.Module, x: Tensor) -> Tensor:
-    return squares(model, x) - squares(model, x).mean()
 
 
 def contrastive(model: nn.Module, x: Tensor) -> Tensor:
@@ -239,6 +208,10 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "distances": lambda h, z: (h[:, None] - z[None]).square().sum(-1),
     "products": lambda h, z: h @ z.T,
     "flattened": lambda h, z: torch.cat([h, z.view(1, -1).expand(len(h), -1)], dim=1),
+    # The tokens' rows are added to something of [B, B, d].
+    "expanded": lambda h, z: torch.tanh(h[:, None].expand(-1, len(h), -1) + z).logsumexp(1),
+    "multiplied": lambda h, z: torch.tanh(h[:, None] * h.new_ones(1, len(h), 1, requires_grad=True).tanh() + z).sum(1),
+    "indexed": lambda h, z: torch.tanh(h[torch.arange(len(h))[:, None].expand(-1, len(h))] + z).logsumexp(1),
 }
 # Parameters outside of layers meet other examples.
 BARE: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -246,6 +219,12 @@ BARE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "pairs": lambda m, x: (lambda h: h @ h.T)(x @ m.q),
     "pairwise distances": lambda m, x: (m.layer(x)[:, None] - (x * m.p)[None]).square().sum(-1),
 }
+# A recurrent layer takes examples for steps; a row of a table is looked up by how many examples are positive.
+FREE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "the batch as time": lambda m, x: m.last(m.gru(m.first(x).unsqueeze(1))[0][:, 0]).square().sum(1),
+    "a table by the batch": lambda m, x: (
+        m.last(torch.tanh(m.first(x) + m.words((x > 0).sum()[None] % 9))).square().sum(1)),
+}  # fmt: skip
 
 
 def towers(between: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
@@ -254,19 +233,19 @@ def towers(between: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
 
 
 WHOLE = (
-    Program("an edge between graphs", lambda: StackedGraphs(pooled_by_index), joined_graphs, expect="RR"),
-    Program("the batch as time", lambda: Free(batch_as_time), vectors, last_losses, "RR"),
+    Program("an edge between graphs", stacked(pooled_by_index), joined_graphs, expect="RR"),
     Program("contrastive losses", perceptron, vectors, contrastive, "RR"),
-    Program("losses minus their mean", perceptron, vectors, centred_losses, "RR"),
-    Program("a table by the batch", lambda: Free(table_by_the_batch), vectors, last_losses, "RR"),
-    *[Program(f"two towers: {name}", lambda f=f: towers(f),
-              lambda number: (torch.randn(4, WIDTH), torch.randint(7, (4,))), expect="RR")
-      for name, f in PAIRS.items()],
+    Program("losses minus their mean", perceptron, vectors,
+            lambda model, x: squares(model, x) - squares(model, x).mean(), "RR"),
+    *[Program(name, partial(Free, form), vectors, last_losses, "RR") for name, form in FREE.items()],
+    *[Program(f"two towers: {name}", partial(towers, f),
+              lambda number: (torch.randn((4, 2, 7)[number], WIDTH), torch.randint(7, ((4, 2, 7)[number],))),
+              expect="RRR") for name, f in PAIRS.items()],
     *[Program(f"bare: {name}", lambda f=f: with_parameters(f, {"p": (WIDTH,), "q": (WIDTH, 3)},
               layer=nn.Linear(WIDTH, WIDTH)), vectors, expect="RR") for name, f in BARE.items()],
-    *[Program(f"experts {name}", lambda way=way: expert_models.Experts(way),
+    *[Program(f"experts {name}", partial(expert_models.Experts, way),
               lambda number: (torch.randn(EXAMPLES, 5, 4),), expert_models.LOSSES["plain"], "RR")
       for name, way in expert_models.MISTAKES.items()],
-    Program("experts balanced over the batch", lambda: expert_models.Experts(expert_models.WAYS["layers"]),
+    Program("experts balanced over the batch", partial(expert_models.Experts, expert_models.WAYS["layers"]),
             lambda number: (torch.randn(4, 5, 4),), expert_models.LOSSES["balanced"], "RR"),
 )  # fmt: skip

@@ -3,8 +3,6 @@
 A loss may read another example's rows, as long as no row is read by two losses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,8 +10,6 @@ import torch.nn.functional as F
 from free_programs import EXAMPLES, IN_ORDER, ORDERS, SQUARE, TURNS, WIDTH, B, Free, add, squares
 from law_programs import Program
 from torch import Tensor
-
-__all__ = ["MOVES", "PARTS"]
 
 PARTS: list[Program] = []
 MOVES: list[Program] = []
@@ -67,15 +63,6 @@ for _shape, _turns in ((EXAMPLES, TURNED), (SQUARE, TURNED_SQUARE)):
         add(PARTS, turned(_turn), _shape, [(turn,) for turn in TURNS], _name)
 
 
-def summed(m: Free, x: Tensor, turn: bool) -> Tensor:
-    return m.last(m.first(x).tanh()).tanh().square().sum((0 if turn else 1, 2))
-
-
-def pooled(m: Free, x: Tensor, turn: bool) -> Tensor:
-    """Over windows of one example, or of three."""
-    return squares(m.last(F.avg_pool1d(m.first(x).tanh().T[None], 1 + 2 * turn, 1, int(turn))[0].T))
-
-
 def written_step_by_step(m: Free, x: Tensor, turn: bool) -> Tensor:
     """A layer makes each position, as a recurrence does; examples are written in order or in another one."""
     out = torch.zeros_like(x)
@@ -86,13 +73,17 @@ def written_step_by_step(m: Free, x: Tensor, turn: bool) -> Tensor:
     return squares(m.last(out))
 
 
-def a_parameter_times_pairs(m: Free, x: Tensor, turn: bool) -> Tensor:
-    return (x * m.gain).tanh().sum(int(turn)).square()
-
-
-for _form, _shape in ((summed, SQUARE), (written_step_by_step, SQUARE), (a_parameter_times_pairs, (B, B))):
-    add(PARTS, _form, _shape, [(turn,) for turn in TURNS])
-add(PARTS, pooled, EXAMPLES, [(turn,) for turn in TURNS], expect="EEERE")
+add(PARTS, written_step_by_step, SQUARE, [(turn,) for turn in TURNS])
+# name: (form, shape, what comes of the batches)
+TURNING: dict[str, tuple[Callable[..., Tensor], Sequence[int], str]] = {
+    "summed": (lambda m, x, turn: m.last(m.first(x).tanh()).tanh().square().sum((0 if turn else 1, 2)), SQUARE, ""),
+    "a parameter times pairs": (lambda m, x, turn: (x * m.gain).tanh().sum(int(turn)).square(), (B, B), ""),
+    # Over windows of one example, or of three.
+    "pooled": (lambda m, x, turn: squares(m.last(F.avg_pool1d(m.first(x).tanh().T[None], 1 + 2 * turn, 1, int(turn))[0]
+                                                 .T)), EXAMPLES, "EEERE"),
+}  # fmt: skip
+for _name, (_form, _shape, _expect) in TURNING.items():
+    add(PARTS, _form, _shape, [(turn,) for turn in TURNS], _name, _expect)
 
 # Indices -------------------------------------------------------------------------------------------------------------
 
@@ -155,22 +146,6 @@ for _length in (3, B, 2 * B):
     add(MOVES, a_position_of_each, (B, _length, WIDTH), PLACES, f"a position of each, {_length} positions")
 
 
-def sorted_by_a_number(m: Free, x: Tensor, order: Tensor) -> Tensor:
-    """All of the examples, the largest first: which is which depends on the batch alone."""
-    h = m.first(x)[:, :1]
-    return squares(m.last(m.between(torch.tanh(h.topk(len(h), 0).values).expand(-1, WIDTH))))
-
-
-def put_into_a_parameter(m: Free, x: Tensor, order: Tensor) -> Tensor:
-    """What is written into is shared, and what is written isn't."""
-    return squares(m.last(m.table.index_copy(0, order, torch.tanh(m.first(x)))))
-
-
-def an_index_of_a_longer_dimension(m: Free, x: Tensor, order: Tensor) -> Tensor:
-    """Two rows of each example, of which one is picked, or both of half of the examples."""
-    return squares(m.last(m.first(x).tanh().unsqueeze(1).expand(B, 2, WIDTH).reshape(2 * B, WIDTH)[order]))
-
-
 def pictures_in_places(m: Free, x: Tensor, places: int) -> Tensor:
     """As many pictures as a text has places for, as LLaVA puts them there, or more: then the next text has them."""
     mask = (torch.arange(6) < places).view(1, 6, 1).expand(B, 6, WIDTH)
@@ -179,8 +154,17 @@ def pictures_in_places(m: Free, x: Tensor, places: int) -> Tensor:
     return squares(m.last(text.masked_scatter(mask, m.between(pictures).tanh())).tanh())
 
 
-for _form in (sorted_by_a_number, put_into_a_parameter):
-    add(MOVES, _form, EXAMPLES, [(torch.tensor(order),) for order in ORDERS])
-add(MOVES, an_index_of_a_longer_dimension, EXAMPLES,
-    [(order,) for order in (2 * IN_ORDER, 2 * IN_ORDER, IN_ORDER, 2 * IN_ORDER)], expect="EERE")  # fmt: skip
+ORDERED = [(torch.tensor(order),) for order in ORDERS]
+# All of the examples, the largest first: which is which depends on the batch alone.
+add(MOVES, lambda m, x, order: (
+    squares(m.last(m.between(m.first(x)[:, :1].topk(len(x), 0).values.tanh().expand(-1, WIDTH))))
+), EXAMPLES, ORDERED, "sorted by a number")  # fmt: skip
+# What is written into is shared, and what is written isn't.
+add(MOVES, lambda m, x, order: squares(m.last(m.table.index_copy(0, order, torch.tanh(m.first(x))))),
+    EXAMPLES, ORDERED, "put into a parameter")  # fmt: skip
+# Two rows of each example, of which one is picked, or both of half of the examples.
+add(MOVES, lambda m, x, order: (
+    squares(m.last(m.first(x).tanh().unsqueeze(1).expand(B, 2, WIDTH).reshape(2 * B, WIDTH)[order]))
+), EXAMPLES, [(order,) for order in (2 * IN_ORDER, 2 * IN_ORDER, IN_ORDER, 2 * IN_ORDER)],
+    "an index of a longer dimension", "EERE")  # fmt: skip
 add(MOVES, pictures_in_places, EXAMPLES, [(4,), (4,), (4,), (2,), (4,)], expect="EEERE")

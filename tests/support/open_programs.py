@@ -1,19 +1,16 @@
 """Programs of which a first batch leaves something open: equal lengths, gradients of zeros, one use of several."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from case_models import By
 from difficult_programs import last_losses
 from einops import rearrange
 from free_programs import EXAMPLES, ORDERS, SQUARE, TURNS, WIDTH, B, Free, add, squares
 from law_programs import Program
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_sequence
-
-__all__ = ["LENGTHS", "OPEN", "STEPS"]
 
 LENGTHS: list[Program] = []
 OPEN: list[Program] = []
@@ -102,21 +99,17 @@ def rows(m: Free, x: Tensor, mask: Tensor) -> Tensor:
     return (scores(m, x) * mask).sum(1)
 
 
-def columns(m: Free, x: Tensor, mask: Tensor) -> Tensor:
-    return (scores(m, x).mT * mask).sum(0)
-
-
-def rows_and_columns(m: Free, x: Tensor, mask: Tensor) -> Tensor:
-    """Examples mix but on the diagonal."""
-    both = scores(m, x) * mask
-    return both.sum(1) + both.sum(0)
-
-
-for _form in (rows, columns, rows_and_columns):
+# Sums under a mask, of which the last mix examples but on the diagonal.
+MASKED: dict[str, Callable[[Free, Tensor, Tensor], Tensor]] = {
+    "rows": rows,
+    "columns": lambda m, x, mask: (scores(m, x).mT * mask).sum(0),
+    "rows and columns": lambda m, x, mask: (lambda both: both.sum(1) + both.sum(0))(scores(m, x) * mask),
+}
+for _kind, _form in MASKED.items():
     for _name, _later in {"all": ALL, "below": BELOW}.items():
         _masks = [(mask,) for mask in [DIAGONAL] * 5 + [_later] * 2 + [DIAGONAL]]
-        _title = f"{_form.__name__.replace('_', ' ')}, first the diagonal, then {_name}"
-        add(OPEN, _form, EXAMPLES, _masks, _title, "EEEEERRE" if _form is rows_and_columns else "")
+        _title = f"{_kind}, first the diagonal, then {_name}"
+        add(OPEN, _form, EXAMPLES, _masks, _title, "EEEEERRE" if _kind == "rows and columns" else "")
 for _place in ((0, 0), (2, 1)):
     _mask = DIAGONAL.clone()
     _mask[_place] = float("nan")
@@ -181,24 +174,11 @@ def a_parameter_in_two_layouts(m: Free, x: Tensor) -> Tensor:
     return squares(first.tanh()) + squares(second.tanh().square())
 
 
-class Constant(nn.Module):
-    """Multiplies with a matrix of constants, which is neither parameter nor buffer."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        super().__init__()
-        self.matrix = matrix
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.matrix.to(h) @ h
-
-
-def an_exchanged_module(m: Free, x: Tensor, turn: bool) -> Tensor:
-    return squares(m.last(Constant(DIAGONAL.roll(int(turn), 0))(m.first(x).tanh())))
-
-
+# A matrix of constants, which is neither parameter nor buffer.
+add(STEPS, lambda m, x, turn: squares(m.last(By(lambda h: DIAGONAL.roll(int(turn), 0).to(h) @ h)(m.first(x).tanh()))),
+    EXAMPLES, [(turn,) for turn in TURNS], "an exchanged module")  # fmt: skip
 for _shares in ((1, 0, 1), (0, 1, 1)):
     add(STEPS, several_steps, EXAMPLES, [(_shares,)] * 4, f"several steps, {_shares}")
 for _length in (3, B, 2 * B):
     add(STEPS, a_parameter_in_two_layouts, (B, _length, WIDTH), [()] * 4, f"two layouts, {_length} positions")
 add(STEPS, rows_grouped_in_two_ways, (B, 3, WIDTH), [()] * 4)
-add(STEPS, an_exchanged_module, EXAMPLES, [(turn,) for turn in TURNS])

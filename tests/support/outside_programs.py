@@ -3,8 +3,6 @@
 Each has batches of several sizes; where there are positions, there are as many as examples in the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +14,6 @@ from law_programs import Program
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-__all__ = ["OUTSIDE"]
 
 Wiring = Callable[..., Any]
 OUTSIDE: list[Program] = []
@@ -31,9 +27,6 @@ def add(
     """Adds a program of named parts and bare Parameters of the given shapes."""
     build = lambda: with_parameters(wiring, shapes, **parts())  # noqa: E731
     OUTSIDE.append(Program(name, build, batch, projected, **options))
-
-
-# Used by a layer and outside of it, or outside twice ---
 
 
 def layer_and_table() -> dict[str, nn.Module]:
@@ -58,23 +51,17 @@ for _name, (_wiring, _shape) in SHARED.items():
     add(f"shared: {_name}", _wiring, {"p": _shape}, layer_and_table)
 
 
-def attention_as_a_whole_and_by_parts(whole_first: bool) -> Wiring:
-    def wiring(m: Any, x: Tensor, other: Tensor) -> Tensor:
-        h = m.layer(x, x, x)[0] if whole_first else m.layer(x, other, other)[0]
-        return m.layer(h, other, other)[0] if whole_first else m.layer(h, h, h)[0]
-
-    return wiring
-
-
 def attention(width: int = 4) -> dict[str, nn.Module]:
     return {"layer": nn.MultiheadAttention(width, 2, batch_first=True), "place": nn.Embedding(9, width)}
 
 
-for _first in (True, False):
-    add(f"shared: attention as a whole and by parts {_first}", attention_as_a_whole_and_by_parts(_first), {}, attention,
-        sized((5, 4), (6, 4)))  # fmt: skip
-
-
+# By parts where queries are not the keys.
+BY_PARTS: dict[bool, Wiring] = {
+    True: lambda m, x, other: m.layer(m.layer(x, x, x)[0], other, other)[0],
+    False: lambda m, x, other: (lambda h: m.layer(h, h, h)[0])(m.layer(x, other, other)[0]),
+}
+for _first, _wiring in BY_PARTS.items():
+    add(f"shared: attention as a whole and by parts {_first}", _wiring, {}, attention, sized((5, 4), (6, 4)))
 # Layers and tables that see no examples ---
 
 
@@ -124,13 +111,6 @@ for _name in FOLDS:
         add(f"folded: {_name}{', with a bias' * _bias}", in_folds(_name, _bias), {"p": (_width,)},
             lambda width=_width: {"layer": nn.Linear(width, width)}, sized((8, 4)))  # fmt: skip
 
-# Tables read by ids ---
-
-
-def with_ids(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    return lambda number: (torch.randn(SIZES[number], *shape), torch.randint(0, 7, (SIZES[number],)))
-
-
 # A parameter of one dimension read by ids [B].
 READ: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index": lambda p, ids: p[ids],
@@ -138,20 +118,16 @@ READ: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 for _name, _read in READ.items():
     add(f"read by ids: {_name}", lambda m, x, ids, read=_read: (m.layer(x)[:, 0] + read(m.p, ids)).square()[:, None],
-        {"p": (7,)}, lambda: {"layer": nn.Linear(3, 1)}, with_ids(3))  # fmt: skip
-
-
-# Blocks that are computed again --------------------------------------------------------------------------------------
+        {"p": (7,)}, lambda: {"layer": nn.Linear(3, 1)},
+        lambda number: (torch.randn(SIZES[number], 3), torch.randint(0, 7, (SIZES[number],))))  # fmt: skip
 
 
 def computed_again(m: Any, tokens: Tensor) -> Tensor:
     """All above the embedding, whose weight is the head's, and a part of that once more."""
 
-    def inner(h: Tensor) -> Tensor:
-        return torch.tanh(m.body(h))
-
     def outer(h: Tensor) -> Tensor:
-        return F.linear(m.norm(checkpoint(inner, h, use_reentrant=False)), m.words.weight)
+        inner = checkpoint(lambda h: torch.tanh(m.body(h)), h, use_reentrant=False)
+        return F.linear(m.norm(inner), m.words.weight)
 
     return checkpoint(outer, m.words(tokens), use_reentrant=False)
 
@@ -159,9 +135,6 @@ def computed_again(m: Any, tokens: Tensor) -> Tensor:
 add("checkpointed, nested and tied", computed_again, {},
     lambda: {"words": nn.Embedding(7, 5), "body": nn.Linear(5, 5), "norm": nn.LayerNorm(5)},
     lambda number: (torch.randint(7, (SIZES[number], 6)),))  # fmt: skip
-
-# Other modules without a rule ---
-
 
 add("given twice to one operation", lambda m, x: m.layer(x + torch.stack([m.p] * len(x))), {"p": (6, 5)},
     layer_and_table)  # fmt: skip

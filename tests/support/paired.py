@@ -3,8 +3,6 @@
 The one more may be as nasty as floating point allows. Nothing here knows how a sum is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +13,6 @@ from torch import Tensor, nn
 import ghostclip
 from ghostclip.clipping import Automatic, Custom, Grouped, PerLayer
 from ghostclip.nn import GhostLayer
-
-__all__ = ["ADVERSARIES", "OTHERS", "POLICIES", "SECOND_PASSES", "STRATEGIES", "Pair", "family"]
 
 OTHERS = 3
 

@@ -1,7 +1,5 @@
 """Random chains of the fuzzer's blocks in which examples meet somewhere."""
 
-from __future__ import annotations
-
 import random
 
 import torch
@@ -9,8 +7,6 @@ from honest_programs import Subject, random_subject
 from law_programs import Program
 from mixing_programs import EXAMPLES, MIXTURES
 from torch import Tensor, nn
-
-__all__ = ["mixed_program"]
 
 
 class Mixing(nn.Module):

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["PIECES", "Part"]
-
 Shapes = dict[str, tuple[int | str, ...]]
 # name: (what it makes of h [B, T, d], its Parameters by name; sizes may be "T" and "d")
 Piece = tuple[Callable[[Any, Tensor], Tensor], Shapes]

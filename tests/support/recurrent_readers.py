@@ -1,6 +1,7 @@
 """Models that read a sequence through one recurrent layer."""
 
 import torch
+from case_models import Wired
 
 LAYERS = {
     "rnn": lambda: torch.nn.RNN(3, 4, batch_first=True),
@@ -12,21 +13,15 @@ LAYERS = {
 }
 
 
-class Reader(torch.nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-        self.output = torch.nn.Linear(layer.hidden_size, 2, dtype=torch.float64)
-
-    def forward(self, x):
-        states, last = self.layer(x)
-        lasts = last if isinstance(last, tuple) else (last,)
-        return self.output(states).sum((1, 2)) + sum(part.square().sum((0, 2)) for part in lasts)
+def reading(m, x):
+    states, last = m.layer(x)
+    lasts = last if isinstance(last, tuple) else (last,)
+    return m.output(states).sum((1, 2)) + sum(part.square().sum((0, 2)) for part in lasts)
 
 
 def model_of(name):
     torch.manual_seed(0)
-    return Reader(LAYERS[name]()).double()
+    return Wired(reading, layer=LAYERS[name](), output=torch.nn.Linear(4, 2)).double()
 
 
 def losses_of(model, batch):
