@@ -1165,7 +1165,7 @@ MIXED = [
 ]
 
 EXCHANGED = ("tests/layers/test_replaced_layers.py",)
-KEYS = ("tests/clipper/test_compiled_keys.py",)
+KEYS = ("tests/clipper/test_compiled_changes.py",)
 BRANCHES = ("tests/clipper/test_compiled_branches.py", "-m", "not slow")
 IN_GRAPHS = ("tests/clipper/test_compiled_rounding.py", "-k", "cancel_in_graphs and not inductor")
 COMPILED = [
@@ -1216,14 +1216,14 @@ COMPILED = [
         "ghostclip/compiled/clip.py",
         "if (name := self.state.hooked()) is not None:",
         "if (name := self.state.hooked()) == 0:",
-        KEYS,
+        BRANCHES,
     ),
     Mutant(
         "compiling leaves its forwards in buffers",
         "ghostclip/compiled/clip.py",
         "with without_trace(self.model), as_compiled(), ",
         "with torch.enable_grad(), as_compiled(), ",
-        KEYS,
+        ("tests/clipper/test_compiled.py", "-k", "trials_leave"),
     ),
     Mutant(
         "forwards that are compiled branch on values",
@@ -1251,14 +1251,14 @@ COMPILED = [
         "ghostclip/compiled/clip.py",
         "for leaves in (asked.leaves, *(with_other_masks(asked.leaves) if masks else ())):",
         "for leaves in with_other_masks(asked.leaves) if masks else ():",
-        ("tests/clipper/test_compiled.py", "-k", "dropout_is_compared"),
+        ("tests/clipper/test_compiled.py", "-k", "compared"),
     ),
     Mutant(
         "a graph that was tried is never compared again",
         "ghostclip/compiled/clip.py",
         "            return self._try(plan, loss_fn, batch, asked, Trial())\n",
         "            return self.eager(loss_fn, batch)\n",
-        ("tests/clipper/test_compiled.py", "-k", "compared_again"),
+        ("tests/clipper/test_compiled.py", "-k", "compared"),
     ),
     Mutant(
         "a graph has built in what its forward read of a batch",
@@ -1314,14 +1314,14 @@ COMPILED = [
         "ghostclip/clipper/trial.py",
         "    tables = [*owned, *(",
         "    tables = [*(",
-        KEYS,
+        ("tests/clipper/test_compiled.py", "-k", "trials_leave"),
     ),
     Mutant(
         "a model that changes itself is compiled",
         "ghostclip/compiled/clip.py",
         "if self._now(loss_fn) != before:",
         "if before is None:",
-        KEYS,
+        ("tests/clipper/test_compiled.py", "-k", "trials_leave"),
     ),
     Mutant(
         "every kind of batch has a graph at once",
@@ -1342,7 +1342,7 @@ COMPILED = [
         "ghostclip/compiled/clip.py",
         "return self._failures >= MOST_FAILURES",
         "return False",
-        KEYS,
+        ("tests/clipper/test_compiled.py", "-k", "trials_leave"),
     ),
     Mutant(
         "weights in a graph have no rounding margin",
@@ -2232,7 +2232,7 @@ RAGGED_NORMS = [
         "ghostclip/compiled/signature.py",
         "parts.append((name, _part(value, kept, inner), *_numbers(value, code)))",
         "pass",
-        ("tests/clipper/test_compiled_keys.py",),
+        KEYS,
     ),
     Mutant(
         "a report says how many examples were drawn",
@@ -3041,7 +3041,7 @@ BY_MARKS = [
         "ghostclip/clipper/clipper.py",
         "            self._guard.note_rounding(trained, 0 if found.losses is None else len(found.losses))\n",
         "",
-        ("tests/clipper/test_compiled.py", "-k", "narrow"),
+        ("tests/clipper/test_compiled_rounding.py", "-k", "narrow"),
     ),
     Mutant(
         "backwards from marks don't come to parameters beside data",
@@ -4557,7 +4557,6 @@ USED = [
     ),
 ]
 
-CHANGING = ("tests/clipper/test_compiled_changes.py",)
 GRAPHS = [
     Mutant(
         "a Lightning fit doesn't end where its budget does",
@@ -4571,126 +4570,126 @@ GRAPHS = [
         "ghostclip/compiled/region.py",
         "SHOWING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}",
         "SHOWING = {torch.Tag.data_dependent_output}",
-        CHANGING,
+        ("tests/clipper/test_compiled.py", "-k", "written_down"),
     ),
     Mutant(
         "the number of a tensor that is no input is built into a graph",
         "ghostclip/compiled/region.py",
         "if not own and picking and not SHOWING",
         "if func is not torch.ops.aten._local_scalar_dense.default and not own and picking and not SHOWING",
-        CHANGING,
+        ("tests/clipper/test_compiled.py", "-k", "numbers_of"),
     ),
     Mutant(
         "a number that was copied into a tensor counts as made by the forward",
         "ghostclip/compiled/region.py",
         "            self._made.clear()\n",
         "            pass\n",
-        CHANGING,
+        ("tests/clipper/test_compiled.py", "-k", "numbers_of"),
     ),
     Mutant(
         "numbers that a forward makes of sizes are refused",
         "ghostclip/compiled/region.py",
         "own = func is torch.ops.aten.lift_fresh.default or all(id(each) in self._made for each in given)",
         "own = False",
-        CHANGING,
+        ("tests/clipper/test_compiled.py", "-k", "numbers_of"),
     ),
     Mutant(
         "a change ends the graph of one size alone",
         "ghostclip/compiled/clip.py",
         "[*self._plans.values()], reason",
         "[plan], reason",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "a graph's error is the user's",
         "ghostclip/compiled/clip.py",
         "        except Exception as error:  # a tensor that it reads",
         "        except ZeroDivisionError as error:  # a tensor that it reads",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "properties of a loss's object are no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "        return getattr(owner, name)\n",
         "        return None\n",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "what properties read is no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "function = value.fget if isinstance(value, property) else",
         "function = None if isinstance(value, property) else",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "what super() reads is no part of a graph's key",
         "ghostclip/compiled/signature.py",
         'attributes += code.co_names if "super" in names else ()',
         "attributes += ()",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "a class method's class is no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "kind: Any = owner if isinstance(owner, type) else type(owner)",
         "kind: Any = type(owner)",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "what a loss's modules hold is no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "*map(id, held), *_read_by",
         "*_read_by",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "what a loss reads of the model is no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "if model is not None and isinstance(own, FunctionType):",
         "if False:",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "keys of a model's dicts are no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "                    settings.append((*inside,))\n",
         "                    pass\n",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "numbers of a model's class are no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "                    settings.append(_part(value, self.kept, 0))\n",
         "                    pass\n",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "numbers of a policy of one's own are no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "if isinstance(policy, Clamped) else [policy]",
         "if False else [policy]",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "numbers of other objects are no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "if type(own.get(name, own)) in PLAIN]",
         "if False]",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "what is global is no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "return not isinstance(value, type | ModuleType) and",
         "return type(value) in PLAIN and",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "random generators of one's own are not looked at",
         "ghostclip/compiled/clip.py",
         "states_of([*self.state.objects, *kept])",
         "None",
-        CHANGING,
+        ("tests/clipper/test_compiled.py", "-k", "written_down"),
     ),
 ]
 
