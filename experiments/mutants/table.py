@@ -1165,7 +1165,7 @@ MIXED = [
 ]
 
 EXCHANGED = ("tests/layers/test_replaced_layers.py",)
-KEYS = ("tests/clipper/test_compiled_changes.py",)
+KEYS = ("tests/clipper/test_compiled_changes.py", "-m", "not slow")
 BRANCHES = ("tests/clipper/test_compiled_branches.py", "-m", "not slow")
 IN_GRAPHS = ("tests/clipper/test_compiled_rounding.py", "-k", "cancel_in_graphs and not inductor")
 COMPILED = [
