@@ -140,7 +140,7 @@ CLIPPING = [
         FIRST,
         "    if losses.dim() == 1:\n",
         "    if losses.dim() in (1, 2):\n",
-        ("tests/clipper/test_clipper_guards.py",),
+        ("tests/clipper/test_clipper.py",),
     ),
     Mutant(
         "stale norm of a repeated layer",
@@ -268,7 +268,7 @@ CLIPPING = [
         "ghostclip/norms/outer.py",
         "    return ~(squared < CANCELLATION[squared.dtype] * scale)\n",
         "    return ~(squared < 0.0 * scale)\n",
-        ("tests/clipper/test_clipper_guards.py",),
+        ("tests/clipper/test_clipper.py",),
     ),
     Mutant(
         "graphs choose the fastest alone, whatever is kept",
