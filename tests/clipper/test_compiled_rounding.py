@@ -6,20 +6,10 @@ which the graph is what clips.
 
 import math
 
+import cancelling_models as cancelling
 import pytest
 import torch
-from cancelling_models import (
-    MAX_NORM,
-    SHARE,
-    FanOut,
-    TiedHead,
-    Twice,
-    fan_out_batches,
-    positions_batches,
-    squared_error,
-    tied_batches,
-    tied_losses,
-)
+from cancelling_models import MAX_NORM, SHARE, FanOut, TiedHead, Twice
 from graphs import interpret
 from torch import nn
 
@@ -28,25 +18,16 @@ from ghostclip.clipping import PerLayer
 from ghostclip.compiled import clip as compiling
 from ghostclip.compiled import trial
 
-LINEAR = (lambda: nn.Linear(512, 512), squared_error, lambda model: positions_batches(model, 512, 8))
-TWICE = (lambda: Twice(64), squared_error, lambda model: positions_batches(model, 64, 8))
-
-
-def tied(positions):
-    return TiedHead, tied_losses, lambda model: tied_batches(positions)
-
-
-def fan_out(factor):
-    return lambda: FanOut(factor), lambda model, inputs: model(inputs), lambda model: fan_out_batches(3, (5,))
-
-
+# Each with the losses, and what makes batches of the model.
 CASES = {
-    "positions": LINEAR,
-    "a layer used twice": TWICE,
-    "tied": tied(9),
-    "branches": fan_out(1 - 2**-23),
-    "more branches": fan_out(1 - 1e-6),
-}
+    "positions": (lambda: nn.Linear(512, 512), cancelling.squared_error,
+                  lambda model: cancelling.positions_batches(model, 512, 8)),
+    "a layer used twice": (lambda: Twice(64), cancelling.squared_error,
+                           lambda model: cancelling.positions_batches(model, 64, 8)),
+    "tied": (TiedHead, cancelling.tied_losses, lambda model: cancelling.tied_batches(9)),
+    "branches": (lambda: FanOut(1 - 2**-23), lambda model, inputs: model(inputs),
+                 lambda model: cancelling.fan_out_batches(3, (5,))),
+}  # fmt: skip
 
 
 def plain(batch):
@@ -66,14 +47,13 @@ def worst(case, clipping=MAX_NORM, **options):
         *given, factors = batch
         return losses(model, *given) * factors
 
-    found, ready = 0.0, False
-    for batch in list(batches(model))[::3]:
+    found = 0.0
+    for place, batch in enumerate(list(batches(model))[::3]):
         last = torch.zeros(len(batch[0]))
         last[-1] = 1.0
-        for _ in range(0 if ready else compiling.TRIALS + 2):
+        for _ in range(0 if place else compiling.TRIALS + 2):
             model.zero_grad()
             clipper.clip(of, (*plain(batch), torch.ones(len(last))))
-        ready = True
         model.zero_grad()
         norm = float(eager.norms(of(model, (*batch, last)))[-1])
         factor = 2.0 ** math.ceil(math.log2(10 * MAX_NORM / norm)) if 0 < norm < math.inf else 1.0
