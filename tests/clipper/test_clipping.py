@@ -78,14 +78,10 @@ def test_a_custom_function_of_another_shape_is_refused(answer, groups, message):
 class Ones:
     """A policy of a user's own that clips nothing, and says that it does."""
 
-    sensitivity = 0.7
-    steps = 3
+    sensitivity, steps = 0.7, 3
 
     def weights(self, norms):
         return torch.ones_like(norms)
-
-    def __call__(self, norms):
-        return self.weights(norms)
 
 
 class Doubled(Flat):
@@ -184,13 +180,8 @@ def test_wrong_arguments_and_groups_are_named_at_once(make, message):
 
 
 SIZES = {
-    "embed.weight": 50,
-    "h.0.a.weight": 8,
-    "h.0.a.bias": 2,
-    "h.0.b.weight": 8,
-    "h.1.a.weight": 9,
-    "head.weight": 30,
-}
+    "embed.weight": 50, "h.0.a.weight": 8, "h.0.a.bias": 2, "h.0.b.weight": 8, "h.1.a.weight": 9, "head.weight": 30,
+}  # fmt: skip
 SIZES_OF_GROUPS = st.dictionaries(st.text("abc", min_size=1), st.integers(1, 10**6), min_size=1, max_size=6)
 
 

@@ -130,23 +130,16 @@ def test_the_engine_takes_steps_on_such_losses(name):
         assert_dicts_close(update, expected, 1e-9)
 
 
-@pytest.mark.parametrize("name", ["gru", "group norm", "checkpointed"])
-def test_verify_passes_on_such_losses(name):
-    _, model, inputs = both(name)
-    clipper = GhostClipper(model, 0.3)
-    kinds = [type(part) for part in model.modules()]
-    assert clipper.verify(on_slope, inputs(4)) < 1e-9
-    assert [type(part) for part in model.modules()] == kinds
-
-
 def test_verify_finds_a_second_derivative_that_a_layer_leaves_out(monkeypatch):
     """It runs torch's layers: a loop over the wrappers would leave out the same."""
+    _, model, inputs = both("gru")
+    clipper = GhostClipper(model)
+    assert clipper.verify(on_slope, inputs(4)) < 1e-9
     whole = recurrence.recorded_gradients
     cut = lambda *arguments: tuple(None if grad is None else grad.detach() for grad in whole(*arguments))  # noqa: E731
     monkeypatch.setattr(recurrence, "recorded_gradients", cut)
-    _, model, inputs = both("gru")
     with pytest.raises(VerificationError, match=r"rnn\.weight"):
-        GhostClipper(model).verify(on_slope, inputs(4))
+        clipper.verify(on_slope, inputs(4))
 
 
 @pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
