@@ -197,7 +197,8 @@ def test_parameters_are_no_losses():
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", ["linear 3-D", "conv2d plain", "embedding repeated", "layernorm 3-D", "lstm output"])
+@pytest.mark.parametrize("name", ["linear", "linear 3-D", "conv2d plain", "embedding repeated", "layernorm 3-D",
+                                  "groupnorm 4-D", "lstm output", "gru output"])  # fmt: skip
 def test_an_input_changed_in_place_is_noticed(name, call):
     row = case(name)
     model, clipper, _ = ready(row)
