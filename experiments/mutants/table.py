@@ -141,7 +141,7 @@ CLIPPING = [
         FIRST,
         "    if losses.dim() == 1:\n",
         "    if losses.dim() in (1, 2):\n",
-        ("tests/clipper/test_clipper_guards.py",),
+        ("tests/clipper/test_clipper.py",),
     ),
     Mutant(
         "stale norm of a repeated layer",
@@ -269,7 +269,7 @@ CLIPPING = [
         "ghostclip/norms/outer.py",
         "    return ~(squared < CANCELLATION[squared.dtype] * scale)\n",
         "    return ~(squared < 0.0 * scale)\n",
-        ("tests/clipper/test_clipper_guards.py",),
+        ("tests/clipper/test_clipper.py",),
     ),
     Mutant(
         "graphs choose the fastest alone, whatever is kept",
@@ -297,7 +297,7 @@ CLIPPING = [
         "ghostclip/clipping/groups.py",
         "dict.fromkeys(groups, self.max_norm / math.sqrt(max(1, len(groups))))",
         "dict.fromkeys(groups, self.max_norm)",
-        ("tests/clipper/test_groupwise.py",),
+        ("tests/clipper/test_groupwise.py", "-k", "freezing"),
     ),
     Mutant(
         "custom weights not clamped",
@@ -478,28 +478,28 @@ ENGINE = [
         "ghostclip/engine/adaptation.py",
         "    counts = scheme.event(2 * std / math.sqrt(policy.counted) if noise_multiplier else 0.0)\n",
         "    counts = scheme.event(2 * std if noise_multiplier else 0.0)\n",
-        ("tests/clipper/test_composed.py",),
+        ("tests/clipper/test_groupwise.py", "-k", "counts_are_charged"),
     ),
     Mutant(
         "a scaling of the user's own is not held to the threshold",
         "ghostclip/clipping/composed.py",
         "            found = torch.minimum(torch.maximum(weights, -most), most)\n",
         "            found = weights\n",
-        ("tests/clipper/test_composed.py",),
+        ("tests/clipper/test_groupwise.py", "-k", "clipped_sums"),
     ),
     Mutant(
         "thresholds are read anew for the sensitivity",
         "ghostclip/clipping/composed.py",
         "        return dict(self._thresholds)\n",
         "        return self.rule.thresholds(dict(self._sizes))\n",
-        ("tests/clipper/test_composed.py",),
+        ("tests/clipper/test_groupwise.py", "-k", "one_reading"),
     ),
     Mutant(
         "an allocation of the user's own is not held to the noise multiplier",
         "ghostclip/clipping/composed.py",
         "            if found < sigma * (1.0 - TOLERANCE):\n",
         "            if False:\n",
-        ("tests/clipper/test_composed.py",),
+        ("tests/clipper/test_groupwise.py", "-k", "allocation_of_ones_own"),
     ),
     Mutant(
         "a stage's noise factor is not charged",
@@ -541,14 +541,14 @@ ENGINE = [
         "ghostclip/engine/release.py",
         "            private = [each * shares.get(p, 1.0) for p, each in zip(parameters, private, strict=True)]\n",
         "            private = list(private)\n",
-        ("tests/clipper/test_composed.py",),
+        ("tests/clipper/test_groupwise.py", "-k", "noise_of_its_group"),
     ),
     Mutant(
         "any noise may be given",
         "ghostclip/clipping/allocation.py",
         "        if not math.isclose(found, sigma, rel_tol=TOLERANCE):\n",
         "        if False:\n",
-        ("tests/clipper/test_composed.py", "tests/clipper/test_clipping_parts.py"),
+        ("tests/clipper/test_groupwise.py", "tests/clipper/test_clipping.py", "-k", "allocation"),
     ),
     Mutant(
         "adaptive count without noise",
@@ -781,7 +781,7 @@ FUZZED = [
         "ghostclip/clipping/groups.py",
         "    factor = ((bound * margin(next(iter(found.values())).dtype)) / whole).clamp(max=1.0)\n",
         "    factor = ((bound * margin(torch.float32)) / whole).clamp(max=1.0).float()\n",
-        ("tests/clipper/test_composed.py", "-k", "endless"),
+        ("tests/clipper/test_groupwise.py", "-k", "endless"),
     ),
     Mutant(
         "others are trained within a logical batch",
@@ -1163,7 +1163,7 @@ MIXED = [
 ]
 
 EXCHANGED = ("tests/layers/test_replaced_layers.py",)
-KEYS = ("tests/clipper/test_compiled_keys.py",)
+KEYS = ("tests/clipper/test_compiled_changes.py", "-m", "not slow")
 BRANCHES = ("tests/clipper/test_compiled_branches.py", "-m", "not slow")
 IN_GRAPHS = ("tests/clipper/test_compiled_rounding.py", "-k", "cancel_in_graphs and not inductor")
 COMPILED = [
@@ -1214,14 +1214,14 @@ COMPILED = [
         "ghostclip/compiled/clip.py",
         "if (name := self.state.hooked()) is not None:",
         "if (name := self.state.hooked()) == 0:",
-        KEYS,
+        BRANCHES,
     ),
     Mutant(
         "compiling leaves its forwards in buffers",
         "ghostclip/compiled/clip.py",
         "with without_trace(self.model), as_compiled(), ",
         "with torch.enable_grad(), as_compiled(), ",
-        KEYS,
+        ("tests/clipper/test_compiled.py", "-k", "trials_leave"),
     ),
     Mutant(
         "forwards that are compiled branch on values",
@@ -1249,14 +1249,14 @@ COMPILED = [
         "ghostclip/compiled/clip.py",
         "for leaves in (asked.leaves, *(with_other_masks(asked.leaves) if masks else ())):",
         "for leaves in with_other_masks(asked.leaves) if masks else ():",
-        ("tests/clipper/test_compiled.py", "-k", "dropout_is_compared"),
+        ("tests/clipper/test_compiled.py", "-k", "compared"),
     ),
     Mutant(
         "a graph that was tried is never compared again",
         "ghostclip/compiled/clip.py",
         "            return self._try(plan, loss_fn, batch, asked, Trial())\n",
         "            return self.eager(loss_fn, batch)\n",
-        ("tests/clipper/test_compiled.py", "-k", "compared_again"),
+        ("tests/clipper/test_compiled.py", "-k", "compared"),
     ),
     Mutant(
         "a graph has built in what its forward read of a batch",
@@ -1312,14 +1312,14 @@ COMPILED = [
         "ghostclip/clipper/trial.py",
         "    tables = [*owned, *(",
         "    tables = [*(",
-        KEYS,
+        ("tests/clipper/test_compiled.py", "-k", "trials_leave"),
     ),
     Mutant(
         "a model that changes itself is compiled",
         "ghostclip/compiled/clip.py",
         "if self._now(loss_fn) != before:",
         "if before is None:",
-        KEYS,
+        ("tests/clipper/test_compiled.py", "-k", "trials_leave"),
     ),
     Mutant(
         "every kind of batch has a graph at once",
@@ -1340,7 +1340,7 @@ COMPILED = [
         "ghostclip/compiled/clip.py",
         "return self._failures >= MOST_FAILURES",
         "return False",
-        KEYS,
+        ("tests/clipper/test_compiled.py", "-k", "trials_leave"),
     ),
     Mutant(
         "weights in a graph have no rounding margin",
@@ -2230,7 +2230,7 @@ RAGGED_NORMS = [
         "ghostclip/compiled/signature.py",
         "parts.append((name, _part(value, kept, inner), *_numbers(value, code)))",
         "pass",
-        ("tests/clipper/test_compiled_keys.py",),
+        KEYS,
     ),
     Mutant(
         "a report says how many examples were drawn",
@@ -3039,7 +3039,7 @@ BY_MARKS = [
         "ghostclip/clipper/clipper.py",
         "            self._guard.note_rounding(trained, 0 if found.losses is None else len(found.losses))\n",
         "",
-        ("tests/clipper/test_compiled.py", "-k", "narrow"),
+        ("tests/clipper/test_compiled_rounding.py", "-k", "narrow"),
     ),
     Mutant(
         "backwards from marks don't come to parameters beside data",
@@ -4552,7 +4552,6 @@ USED = [
     ),
 ]
 
-CHANGING = ("tests/clipper/test_compiled_changes.py",)
 GRAPHS = [
     Mutant(
         "a Lightning fit doesn't end where its budget does",
@@ -4566,126 +4565,126 @@ GRAPHS = [
         "ghostclip/compiled/region.py",
         "SHOWING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}",
         "SHOWING = {torch.Tag.data_dependent_output}",
-        CHANGING,
+        ("tests/clipper/test_compiled.py", "-k", "written_down"),
     ),
     Mutant(
         "the number of a tensor that is no input is built into a graph",
         "ghostclip/compiled/region.py",
         "if not own and picking and not SHOWING",
         "if func is not torch.ops.aten._local_scalar_dense.default and not own and picking and not SHOWING",
-        CHANGING,
+        ("tests/clipper/test_compiled.py", "-k", "numbers_of"),
     ),
     Mutant(
         "a number that was copied into a tensor counts as made by the forward",
         "ghostclip/compiled/region.py",
         "            self._made.clear()\n",
         "            pass\n",
-        CHANGING,
+        ("tests/clipper/test_compiled.py", "-k", "numbers_of"),
     ),
     Mutant(
         "numbers that a forward makes of sizes are refused",
         "ghostclip/compiled/region.py",
         "own = func is torch.ops.aten.lift_fresh.default or all(id(each) in self._made for each in given)",
         "own = False",
-        CHANGING,
+        ("tests/clipper/test_compiled.py", "-k", "numbers_of"),
     ),
     Mutant(
         "a change ends the graph of one size alone",
         "ghostclip/compiled/clip.py",
         "[*self._plans.values()], reason",
         "[plan], reason",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "a graph's error is the user's",
         "ghostclip/compiled/clip.py",
         "        except Exception as error:  # a tensor that it reads",
         "        except ZeroDivisionError as error:  # a tensor that it reads",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "properties of a loss's object are no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "        return getattr(owner, name)\n",
         "        return None\n",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "what properties read is no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "function = value.fget if isinstance(value, property) else",
         "function = None if isinstance(value, property) else",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "what super() reads is no part of a graph's key",
         "ghostclip/compiled/signature.py",
         'attributes += code.co_names if "super" in names else ()',
         "attributes += ()",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "a class method's class is no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "kind: Any = owner if isinstance(owner, type) else type(owner)",
         "kind: Any = type(owner)",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "what a loss's modules hold is no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "*map(id, held), *_read_by",
         "*_read_by",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "what a loss reads of the model is no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "if model is not None and isinstance(own, FunctionType):",
         "if False:",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "keys of a model's dicts are no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "                    settings.append((*inside,))\n",
         "                    pass\n",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "numbers of a model's class are no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "                    settings.append(_part(value, self.kept, 0))\n",
         "                    pass\n",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "numbers of a policy of one's own are no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "if isinstance(policy, Clamped) else [policy]",
         "if False else [policy]",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "numbers of other objects are no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "if type(own.get(name, own)) in PLAIN]",
         "if False]",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "what is global is no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "return not isinstance(value, type | ModuleType) and",
         "return type(value) in PLAIN and",
-        CHANGING,
+        KEYS,
     ),
     Mutant(
         "random generators of one's own are not looked at",
         "ghostclip/compiled/clip.py",
         "states_of([*self.state.objects, *kept])",
         "None",
-        CHANGING,
+        ("tests/clipper/test_compiled.py", "-k", "written_down"),
     ),
 ]
 

@@ -47,7 +47,7 @@ def run(engine: Any, epochs: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("quantile", "start"), [(0.5, 0.01), (0.8, 40.0), (0.2, 1.0)])
+@pytest.mark.parametrize(("quantile", "start"), [(0.8, 40.0), (0.2, 0.1)])
 def test_the_norm_finds_its_quantile(quantile: float, start: float) -> None:
     norms = torch.exp(torch.randn(400))
     path = run(engine_for(norms, Adaptive(start, quantile)), 25)
@@ -55,14 +55,17 @@ def test_the_norm_finds_its_quantile(quantile: float, start: float) -> None:
     assert float((norms <= settled).float().mean()) == pytest.approx(quantile, abs=0.06)
 
 
-def test_one_step_follows_the_formula() -> None:
+@pytest.mark.parametrize("abandon", [False, True])
+def test_one_step_follows_the_formula(abandon: bool) -> None:
     """The count is over the physical batches together, and divided by the public batch size, not the realised one."""
     norms, policy = torch.linspace(0.2, 2.0, 100), Adaptive(1.0, target_quantile=0.3, learning_rate=0.5)
     engine = engine_for(norms, policy, noise_multiplier=0.0, noise="standard", seed=None, max_physical_batch_size=7)
-    batch = next(iter(engine.batches()))
-    record = engine.step(batch, losses_of)
-    below = float((record.norms <= 1.0).sum())
-    share = (below - len(record.norms) / 2) / 50 + 0.5
+    epoch = iter(engine.batches())
+    if abandon:
+        engine.backward(losses_of(engine.model, next(iter(next(epoch).physical()))))
+        runs.leave(engine)
+    record = engine.step(next(epoch), losses_of)
+    share = float(((record.norms <= 1.0).float() - 0.5).sum()) / 50 + 0.5
     assert engine.clipping.max_norm == pytest.approx(math.exp(-0.5 * (share - 0.3)), rel=1e-5)
 
 
@@ -86,24 +89,6 @@ def test_noise_on_the_count_has_its_standard_deviation(monkeypatch: pytest.Monke
     expected = math.sqrt(3.0**2 + 400 * 0.01 * 0.99 / 4)
     assert len(shares) == 800
     assert spread == pytest.approx(expected, rel=0.12)
-
-
-def test_the_count_of_an_abandoned_batch_is_dropped() -> None:
-    found = []
-    for abandon in (False, True):
-        norms = torch.linspace(0.2, 2.0, 100)
-        engine = engine_for(norms, Adaptive(1.0), max_physical_batch_size=5, noise_multiplier=0.0)
-        epoch = iter(engine.batches())
-        for part in next(epoch).physical():
-            engine.backward(losses_of(engine.model, part))
-            if abandon:
-                break
-        runs.leave(engine)
-        record = engine.step(next(epoch), losses_of)
-        share = float(((record.norms <= 1.0).float() - 0.5).sum()) / 50 + 0.5
-        found.append(engine.clipping.max_norm)
-        assert found[-1] == pytest.approx(math.exp(-0.2 * (share - 0.5)), rel=1e-5)
-    assert found[0] == found[1]
 
 
 @pytest.mark.slow
@@ -150,18 +135,14 @@ def test_what_one_engine_learnt_is_no_start_for_another(policy: Any) -> None:
         assert engine_for(norms, given).clipping.sensitivity == pytest.approx(1.0)
 
 
-def test_a_norm_that_the_user_set_is_the_start() -> None:
+def test_a_norm_that_the_user_set_is_the_start_and_a_state_without_one_is_refused() -> None:
     policy = Adaptive(1.0)
     policy.max_norm = 3.0
     assert engine_for(torch.rand(400), policy).clipping.max_norm == 3.0
-
-
-def test_a_state_without_a_norm_is_refused() -> None:
-    policy = Adaptive(7.0)
     for wrong in ({}, {"max_norm": math.nan}, {"max_norm": -1.0}):
         with pytest.raises((ValueError, TypeError), match="max_norm must be a finite number > 0"):
             policy.load_state_dict(wrong)
-    assert policy.max_norm == 7.0
+    assert policy.max_norm == 3.0
 
 
 def test_noise_alone_never_leaves_floating_point() -> None:
@@ -172,14 +153,8 @@ def test_noise_alone_never_leaves_floating_point() -> None:
         assert 0.9e-12 < policy.max_norm < 1.1e12
 
 
-WRONG = [math.nan, math.inf, -1.0, 0.0, True, "1", Custom(torch.ones_like, 1.0)]
-NAMES = ["max_norm", "target_quantile", "learning_rate"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [*((name, value) for name in [*NAMES, "count_noise"] for value in WRONG), *((name, None) for name in NAMES)],
-)
+@pytest.mark.parametrize("name", ["max_norm", "target_quantile", "learning_rate", "count_noise"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0.0, True, "1", Custom(torch.ones_like, 1.0)])
 def test_arguments_are_named_when_wrong(name: str, value: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=f"^{name} must be a"):
         Adaptive(**{"max_norm": 1.0, name: value})

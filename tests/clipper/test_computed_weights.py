@@ -55,18 +55,14 @@ def test_an_input_along_a_normalised_weight(make, second_pass):
     assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 1.0), 1e-10)
 
 
-def test_spectral_norm_steps_its_vectors_once_a_forward():
-    plain, model = (parametrizations.spectral_norm(nn.Linear(5, 8)) for _ in range(2))
+def test_spectral_norm_steps_its_vectors_once_a_forward_and_has_the_gradient_there():
+    plain, model = (nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 8))).double() for _ in range(2))
     model.load_state_dict(plain.state_dict())
-    x = batch(4, 5).float()
-    for _ in range(3):
-        assert torch.equal(ghostclip.wrap(model)(x), plain(x))
-
-
-def test_spectral_norm_in_train_mode_is_the_gradient_at_the_vectors_it_came_to():
-    model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 8)), nn.Linear(8, 2)).double()
     clipper, x = GhostClipper(model, clipping=1e9), batch(4, 5)
-    clipper.backward(project(model(x)))
+    for _ in range(3):
+        outputs = model(x)
+        assert torch.equal(outputs, plain(x))
+    clipper.backward(project(outputs))
     found = gradients(model)
     expected = oracle.per_example_grads(model.eval(), project, (x,))
     assert_dicts_close(found, {name: each.sum(0) for name, each in expected.items()}, 1e-10)
@@ -85,34 +81,24 @@ def test_check_has_nothing_to_say_of_a_functional_call(name):
 
 
 def test_functional_parameters_of_another_module_are_refused_by_name():
-    def form(m, h):
-        return functional_call(m.skeleton, dict(m.other.named_parameters()), (h,))
-
-    model = Skeleton(form)
+    model = Skeleton(lambda m, h: functional_call(m.skeleton, dict(m.other.named_parameters()), (h,)))
     model.other = nn.Linear(5, 5)
-    model.double()
-    clipper = GhostClipper(model)
+    clipper = GhostClipper(model.double())
     with pytest.raises(UnsupportedModelError, match="skeleton was given other tensors in the place of its parameters"):
         clipper.norms(losses_of(model, X))
     (problem,) = ghostclip.check(model, losses_of, X)
     assert "functional_call" in str(problem)
 
 
-def test_functional_parameters_that_are_exchanged_after_the_forward_are_refused():
+def test_functional_parameters_of_its_own_are_its_own_unless_they_are_exchanged_after_the_forward():
     model = nn.Sequential(nn.Linear(3, 2)).double()
-    clipper = GhostClipper(model)
-    losses = losses_of(model, X)
+    clipper, own = GhostClipper(model), dict(model.named_parameters())
+    losses = functional_call(model, own, (X,)).square().sum(1)
+    torch.testing.assert_close(clipper.norms(losses), oracle.norms_by_single_losses(model, losses_of(model, X)))
+    losses = functional_call(model, own, (X,)).square().sum(1)
     model[0].weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
     with pytest.raises(UnsupportedModelError, match="or these were exchanged since"):
         clipper.norms(losses)
-
-
-def test_functional_parameters_of_its_own_given_by_name_are_its_own():
-    model = nn.Sequential(nn.Linear(3, 2)).double()
-    clipper = GhostClipper(model)
-    losses = functional_call(model, dict(model.named_parameters()), (X,)).square().sum(1)
-    expected = oracle.norms_by_single_losses(model, losses)
-    torch.testing.assert_close(clipper.norms(losses), expected)
 
 
 def test_a_parametrization_put_on_after_wrapping():

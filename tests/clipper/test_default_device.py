@@ -12,29 +12,22 @@ import ghostclip
 from ghostclip import PrivacyEngine, nn
 from ghostclip.bench.workloads import WORKLOADS
 
-POLICIES = {
-    "flat": ghostclip.clipping.Flat(0.5),
-    "per layer": ghostclip.clipping.PerLayer(0.5),
-    "automatic": ghostclip.clipping.Automatic(0.5),
-}
-every_policy = pytest.mark.parametrize("policy", POLICIES)
+POLICIES = {"flat": 0.5, "per layer": ghostclip.clipping.PerLayer(0.5)}
 ELSEWHERE = torch.device("meta")
 
 
 @every_pass
-@every_policy
-@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "transformer", "embedding"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["cnn", "lstm", "transformer"])
 @pytest.mark.one_in(3)
 def test_clipped_sums_are_the_same(name, policy, second_pass):
     workload = WORKLOADS[name]
-    torch.manual_seed(0)
     model, (inputs, targets) = workload.model(), workload.batch(4)
     clipper = ghostclip.GhostClipper(model, POLICIES[policy], second_pass=second_pass)
     sums = []
     for device in (ELSEWHERE, torch.device("cpu")):
         with device:
-            losses = workload.losses(model(inputs), targets)
-            clipper.backward(losses)
+            clipper.backward(workload.losses(model(inputs), targets))
         sums.append({name: grad.clone() for name, grad in gradients(model).items()})
         model.zero_grad()
     torch.testing.assert_close(*sums, rtol=1e-4, atol=1e-6)

@@ -21,7 +21,7 @@ READING_NUMBERS = [row for row in CASES if any(not spec.below and spec.batch_dim
 
 @pytest.mark.parametrize("linear", [True, False], ids=["of the sum", "of other losses"])
 @pytest.mark.parametrize("case", READING_NUMBERS, ids=str)
-@pytest.mark.one_in(24)
+@pytest.mark.one_in(48)
 def test_a_penalty_on_the_slope_is_exact_behind_every_layer(case, linear):
     """Where torch has second derivatives of the layer; where not, it is refused."""
     model = OnInputs(case.model(), case.batch_dims, case.output_dim, linear)
@@ -113,8 +113,8 @@ def test_gradients_without_second_derivatives_are_refused(operation, match, how)
         getattr(clipper, how)(on_slope(model, torch.randn(4, 2, 3, 6)))
 
 
-@pytest.mark.parametrize("name", ["lstm", "gru", "group norm", "instance norm", "weight norm"])
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", ["lstm", "group norm", "weight norm"])
+@pytest.mark.one_in(3)
 def test_the_engine_takes_steps_on_such_losses(name):
     """Whatever its self-check does to the first batches."""
     plain, model, inputs = both(name)
@@ -130,23 +130,16 @@ def test_the_engine_takes_steps_on_such_losses(name):
         assert_dicts_close(update, expected, 1e-9)
 
 
-@pytest.mark.parametrize("name", ["lstm", "gru", "group norm", "instance norm", "weight norm", "checkpointed"])
-def test_verify_passes_on_such_losses(name):
-    _, model, inputs = both(name)
-    clipper = GhostClipper(model, 0.3)
-    kinds = [type(part) for part in model.modules()]
-    assert clipper.verify(on_slope, inputs(4)) < 1e-9
-    assert [type(part) for part in model.modules()] == kinds
-
-
 def test_verify_finds_a_second_derivative_that_a_layer_leaves_out(monkeypatch):
     """It runs torch's layers: a loop over the wrappers would leave out the same."""
+    _, model, inputs = both("gru")
+    clipper = GhostClipper(model)
+    assert clipper.verify(on_slope, inputs(4)) < 1e-9
     whole = recurrence.recorded_gradients
     cut = lambda *arguments: tuple(None if grad is None else grad.detach() for grad in whole(*arguments))  # noqa: E731
     monkeypatch.setattr(recurrence, "recorded_gradients", cut)
-    _, model, inputs = both("gru")
     with pytest.raises(VerificationError, match=r"rnn\.weight"):
-        GhostClipper(model).verify(on_slope, inputs(4))
+        clipper.verify(on_slope, inputs(4))
 
 
 @pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])

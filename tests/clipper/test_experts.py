@@ -1,4 +1,7 @@
-"""Experts: what the laws don't say of support/expert_models.py, and what connects examples in an engine."""
+"""Experts: what the laws don't say of support/expert_models.py, and those of transformers, unmodified.
+
+experiments/zoo has more families, and what is refused.
+"""
 
 import pytest
 import torch
@@ -74,3 +77,35 @@ def test_as_many_rows_as_examples_of_which_some_are_not_finite_leave_out_nobody_
     x[1] = torch.nan
     result = ghostclip.GhostClipper(model, 0.1).backward(model(x))
     assert (result.weights == 0).tolist() == [False, True, False, False]
+
+
+TEXT = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+    "shared_expert_intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 32,
+    "decoder_sparse_step": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def token_losses(model, tokens):
+    """[B], the cross entropy of each text's next words."""
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].transpose(1, 2)
+    return torch.nn.functional.cross_entropy(logits, tokens[:, 1:], reduction="none").mean(1)
+
+
+# torch's kernel of grouped products has no float64 on a processor.
+@pytest.mark.parametrize(
+    ("experts", "dtype", "tolerance"), [("eager", torch.float64, 1e-10), ("grouped_mm", torch.float32, 2e-4)]
+)
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe"])
+@pytest.mark.one_in(8)
+@pytest.mark.filterwarnings("default")  # the library's own
+def test_families_against_the_loop(name, experts, dtype, tolerance):
+    """Two batches, whose tokens go other ways."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(**TEXT, experts_implementation=experts)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+    for second_pass in ("cached", "reweight"):
+        clipper = ghostclip.GhostClipper(model, 0.3, second_pass=second_pass)
+        for _ in range(2):
+            assert_exact_by_losses(clipper, token_losses(model, torch.randint(1, 32, (4, 7))), tolerance)

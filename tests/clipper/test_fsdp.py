@@ -24,6 +24,7 @@ from ghostclip.clipping import PerLayer
 pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
 
 NORM = 0.3
+build, losses_of, make = MODELS["network"]
 SECOND_PASSES = ("reweight", "cached")
 
 
@@ -66,7 +67,6 @@ def test_sums_are_those_of_single_examples(kind: str, size: int, hybrid: bool, t
 
 def other_uses() -> list[Tensor]:
     """Layer-wise clipping, materialised gradients and `verify`, each on this rank's examples."""
-    build, losses_of, make = MODELS["network"]
     model = sharded(build())
     clipper = GhostClipper(model, PerLayer(NORM))
     assert clipper.verify(losses_of, share(make())) < 1e-9
@@ -76,7 +76,6 @@ def other_uses() -> list[Tensor]:
 
 
 def test_layerwise_sums_and_materialised_gradients(tmp_path: Path) -> None:
-    build, losses_of, make = MODELS["network"]
     clipper = GhostClipper(build(), PerLayer(NORM))
     one = clipper.per_example_grads(losses_of(clipper.model, make()))
     clipper.backward(losses_of(clipper.model, make()))
@@ -89,7 +88,6 @@ def test_layerwise_sums_and_materialised_gradients(tmp_path: Path) -> None:
 
 def failing_once() -> tuple[str, dict[str, Tensor], int]:
     """What is raised where one rank's losses are wrong, and the sums of the backward after it."""
-    build, losses_of, make = MODELS["network"]
     model = sharded(build())
     clipper = GhostClipper(model, NORM)
     losses = losses_of(model, share(make()))
@@ -100,7 +98,6 @@ def failing_once() -> tuple[str, dict[str, Tensor], int]:
 
 
 def test_a_rank_that_fails_takes_the_others_with_it(tmp_path: Path) -> None:
-    build, losses_of, make = MODELS["network"]
     model = build()
     expected = oracle.clipped_sum(oracle.grads_of_single_losses(model, losses_of(model, make())), NORM)
     (first, *_), (second, *_) = found = on_ranks(failing_once, tmp_path)
@@ -116,7 +113,6 @@ def backward_after(change: Callable[[nn.Module], Any]) -> Callable[[nn.Module], 
     """A clipper's backward on a sharded model, something having been done to it before the forward."""
 
     def work(model: nn.Module) -> None:
-        _, losses_of, make = MODELS["network"]
         clipper = GhostClipper(sharded(model), NORM)
         change(settled(model))
         rows, labels = share(make())
@@ -126,18 +122,11 @@ def backward_after(change: Callable[[nn.Module], Any]) -> Callable[[nn.Module], 
 
 
 def plain_backward(model: nn.Module, synchronised: bool = True) -> None:
-    _, losses_of, make = MODELS["network"]
     model.set_requires_gradient_sync(synchronised)  # type: ignore[operator]
     losses_of(model, share(make())).mean().backward()
 
 
-def a_layer_by_itself(model: nn.Module) -> None:
-    sharded(model)
-    GhostClipper(model[2])  # type: ignore[index]
-
-
 def a_part_of_what_ran(model: nn.Module) -> None:
-    _, losses_of, make = MODELS["network"]
     losses_of(sharded(model), share(make()))
     GhostClipper(model[0])  # type: ignore[index]
 
@@ -162,7 +151,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         "UnsupportedModelError: .*2.bias: fully_shard left it out",
     ),
     "tensor parallelism": (over_tensor_parallelism, "UnsupportedModelError: .*tensor parallelism"),
-    "layer": (a_layer_by_itself, "UnsupportedModelError: .*is a DTensor"),
+    "layer": (lambda model: GhostClipper(sharded(model)[2]), "UnsupportedModelError: .*is a DTensor"),
     "part": (a_part_of_what_ran, "UnsupportedModelError: .*it is a part of a model that fully_shard was called on"),
     "compiled": (
         lambda model: sharded(GhostClipper(model).model) and GhostClipper(model).compile(),
@@ -177,17 +166,18 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         backward_after(lambda model: model[0].weight.register_post_accumulate_grad_hook(print)),  # type: ignore
         "UnsupportedModelError: 0.weight is sharded and has a hook",
     ),
+    "narrow": (
+        lambda model: backward_after(lambda _: None)(model.bfloat16()),
+        "UnsupportedModelError: 0.weight is torch.bfloat16, in which sums of several",
+    ),
 }
 
 
 def all_refused() -> dict[str, str]:
-    build = MODELS["network"][0]
-    found = {name: outcome(partial(work, build())) for name, (work, _) in REFUSED.items()}
-    return found | {"narrow": outcome(lambda: backward_after(lambda _: None)(build().bfloat16()))}
+    return {name: outcome(partial(work, build())) for name, (work, _) in REFUSED.items()}
 
 
 def test_what_would_not_be_exact_is_refused(tmp_path: Path) -> None:
-    narrow = "UnsupportedModelError: 0.weight is torch.bfloat16, in which sums of several"
     for found in on_ranks(all_refused, tmp_path):
-        for name, message in {**{name: row[1] for name, row in REFUSED.items()}, "narrow": narrow}.items():
+        for name, (_, message) in REFUSED.items():
             assert re.match(message, found[name], re.DOTALL), f"{name}: {found[name]}"

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # What happened elsewhere, and what happens here: the test of it.
 ELSEWHERE = {
     "losses of shape [B,1], broadcast to [B,B]: refused":
-        "clipper/test_clipper_guards.py::test_losses_of_another_shape_are_refused_by_every_call",
+        "clipper/test_clipper.py::test_losses_of_another_shape_are_refused_by_every_call",
     "a mean loss, unclipped in effect: refused":
         "engine/test_engine_guards.py::test_another_thing_in_the_loss_function_s_place",
     "a plain backward before ours, unclipped: refused":
@@ -34,7 +34,7 @@ ELSEWHERE = {
     "a weight used outside of its layer, padding modes, a repeated index of a bag, groups, shared layers: exact":
         "layers/test_layers.py::test_the_first_pass_equals_the_loop",
     "a layer that is not used, last batch's norm counted again: zero":
-        "clipper/test_clipper_guards.py::test_unused_parameters_answer_zero_every_time",
+        "clipper/test_clipper.py::test_unused_parameters_answer_zero_every_time",
     "an interrupted logical batch, norm 4.6 to 6.5: discarded, its step refused":
         "engine/test_engine_guards.py::test_a_batch_left_early_is_refused_with_how_many_parts_ran",
     "NaN or inf in one example, all parameters NaN: it contributes zero, the others as ever":
@@ -44,7 +44,7 @@ ELSEWHERE = {
     "GradScaler with a fused optimizer, noise 1024x too small: refused":
         "engine/test_engine_arguments.py::test_a_grad_scaler_is_refused",
     "Gram norms of near-constant inputs, 11% off: a test for cancellation, then the direct form":
-        "clipper/test_clipper_guards.py::test_near_constant_inputs_do_not_cancel",
+        "clipper/test_clipper.py::test_near_constant_inputs_do_not_cancel",
     "shuffled or fixed-size batches accounted as Poisson: drawn here":
         "privacy/test_sampling.py::test_sizes_are_binomial_and_empty_batches_come_at_their_rate",
     "other samplers accounted as Poisson: refused":

@@ -40,30 +40,22 @@ def squared(rows: Tensor) -> Tensor:
     return rows.flatten(1).square().sum(1)
 
 
-def _through(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The inputs, as a leaf, and the outputs."""
+def _slope(model: nn.Module, x: Tensor, function: Callable[[Tensor], Tensor] = torch.sin) -> tuple[Tensor, ...]:
+    """The inputs, as a leaf, the outputs, and the gradient of their function's sum by the inputs."""
     x = x.clone().requires_grad_()
-    return x, model(x)
+    y = model(x)
+    return x, y, *torch.autograd.grad(function(y).sum(), x, create_graph=True)
 
 
 def on_slope(model: nn.Module, x: Tensor) -> Tensor:
-    x, y = _through(model, x)
-    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    _, y, slope = _slope(model, x, torch.Tensor.clone)
     return squared(y) + squared(slope)
 
 
 def critic(model: nn.Module, x: Tensor) -> Tensor:
     """WGAN-GP: a critic's value, and the distance of its slope's norm from one (Gulrajani et al. 2017, equation 3)."""
-    x, y = _through(model, x)
-    values = y.flatten(1).mean(1)
-    (slope,) = torch.autograd.grad(values.sum(), x, create_graph=True)
-    return values + 10 * (slope.flatten(1).norm(dim=1) - 1) ** 2
-
-
-def slope_alone(model: nn.Module, x: Tensor) -> Tensor:
-    x, y = _through(model, x)
-    (slope,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
-    return slope.flatten(1).norm(dim=1)
+    _, y, slope = _slope(model, x, lambda y: y.flatten(1).mean(1))
+    return y.flatten(1).mean(1) + 10 * (slope.flatten(1).norm(dim=1) - 1) ** 2
 
 
 def at_activations(model: nn.Module, x: Tensor) -> Tensor:
@@ -78,16 +70,13 @@ def at_activations(model: nn.Module, x: Tensor) -> Tensor:
 
 def curvature(model: nn.Module, x: Tensor) -> Tensor:
     """A gradient of a gradient: the clipper's own is the third."""
-    x, y = _through(model, x)
-    (slope,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
-    (bent,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
-    return squared(bent)
+    x, _, slope = _slope(model, x)
+    return squared(*torch.autograd.grad(slope.square().sum(), x, create_graph=True))
 
 
 LOSSES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "slope": on_slope,
     "critic": critic,
-    "slope alone": slope_alone,
     "activations": at_activations,
     "curvature": curvature,
 }
@@ -117,25 +106,13 @@ class Once(torch.autograd.Function):
         return grad * ctx.saved_tensors[0].cos()
 
 
-def _settled(model: nn.Module) -> nn.Module:
-    """In eval mode, with running statistics that are not those of no data."""
-    for part in model.modules():
-        if getattr(part, "running_mean", None) is not None:
-            part.running_mean.normal_()
-            part.running_var.uniform_(0.5, 2.0)
-    return model.eval()
-
-
 def _recurrent(layer: nn.Module, width: int) -> nn.Module:
     return Wired(lambda m, x: m.head(m.rnn(x)[0]), rnn=layer, head=nn.Linear(width, 2))
 
 
 def _checkpointed(layer: nn.Module) -> nn.Module:
-    def block(m: nn.Module, h: Tensor) -> Tensor:
-        return torch.tanh(tree_leaves(m.inner(h))[0])
-
     return Wired(
-        lambda m, x: m.head(checkpoint(lambda h: block(m, h), x, use_reentrant=False)),
+        lambda m, x: m.head(checkpoint(lambda h: torch.tanh(m.inner(h)), x, use_reentrant=False)),
         inner=layer, head=nn.Linear(5, 3),
     )  # fmt: skip
 
@@ -148,24 +125,27 @@ def _encoder() -> nn.Module:
     return Wired(wiring, block=nn.TransformerEncoderLayer(8, 2, 6, 0.0, batch_first=True), head=nn.Linear(8, 1))
 
 
-def _instance_norm() -> nn.Module:
-    return nn.Sequential(nn.Conv1d(2, 3, 2), nn.InstanceNorm1d(3, affine=True), nn.Tanh(), nn.Conv1d(3, 2, 2))
-
-
-def _images(*layers: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 4, 3), *layers, nn.Tanh(), nn.Conv2d(4, 1, 2))
-
-
 weight_norm = parametrizations.weight_norm
-# Each with the shape of one example.
+
+
+def _batch_norm() -> nn.Module:
+    """With the statistics of some data."""
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 1, 2))
+    model(2 + 3 * torch.randn(8, 2, 5, 5))
+    return model.eval()
+
+
+# Each with the shape of one example; OnInputs has every layer.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "perceptron": (lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Softplus()), (6,)),
-    "convolutions": (lambda: _images(), (2, 5, 5)),
-    "batch norm in eval mode": (lambda: _settled(_images(nn.BatchNorm2d(4))), (2, 5, 5)),
-    "group norm": (lambda: _images(nn.GroupNorm(2, 4)), (2, 5, 5)),
-    "instance norm": (_instance_norm, (2, 5)),
-    "layer norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 2)), (3, 6)),
-    "prelu": (lambda: nn.Sequential(nn.Linear(6, 6), nn.PReLU(6), nn.Linear(6, 2), nn.PReLU()), (6,)),
+    "batch norm in eval mode": (_batch_norm, (2, 5, 5)),
+    "group norm": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 1, 2)), (2, 5, 5),
+    ),
+    "instance norm": (
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.InstanceNorm1d(3, affine=True), nn.Tanh(), nn.Conv1d(3, 2, 2)),
+        (2, 5),
+    ),
     "rnn": (lambda: _recurrent(nn.RNN(6, 5, batch_first=True), 5), (4, 6)),
     "lstm": (lambda: _recurrent(nn.LSTM(6, 5, 2, batch_first=True), 5), (4, 6)),
     "gru": (lambda: _recurrent(nn.GRU(6, 5, batch_first=True, bidirectional=True), 10), (4, 6)),
