@@ -138,6 +138,15 @@ def test_the_front_of_the_command_line_takes_no_torch(arguments, tmp_path):
     assert not loaded & {"torch", "numpy", "scipy", "ghostclip.public"}
 
 
+@pytest.mark.parametrize("command", ["epsilon", "calibrate", "ledger"])
+def test_accounting_from_the_shell_takes_no_torch(command, tmp_path):
+    done = started(tmp_path, ["-m", "ghostclip", command, "--no-such-option"], ENDING)
+    *_, message, loaded = done.stderr.splitlines()
+    assert message.startswith("ghostclip: ")
+    assert "ghostclip.cli.spending" in loaded.split()
+    assert not set(loaded.split()) & {"torch", "ghostclip.public"}
+
+
 @pytest.mark.parametrize("command", [["-c", "import other"], ["-m", "other", "-m", "ghostclip"], ["other.py"]])
 @pytest.mark.slow
 def test_any_other_program_has_the_public_names(command, tmp_path):
