@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ghostclip.audit.bounds import gaussian_mu, noise_from_rates, one_run_epsilon
+from ghostclip.audit.bounds import noise_from_rates, one_run_epsilon
 from ghostclip.audit.trade_off import noise_from_guesses
 from ghostclip.audit.training import LossFunction, Training, endless
 from ghostclip.audit.trials import ErrorRates, Trials, log_ratios
@@ -184,7 +184,7 @@ def _rehearsed(training: Training, canaries: int, confidence: float) -> tuple[in
     together = Trials(*(np.concatenate([getattr(each, name) for each in every]) for name in ("scores", "inside")))
     # Where no number promises a bound, guessing about all leaves a mechanism that breaks its claim most to show.
     guesses = choices[int(gains.argmax())] if gains.any() else choices[-1]
-    return guesses, together.best_threshold(gaussian_mu, 1.0 - confidence)
+    return guesses, together.best_threshold(lambda positives, negatives: -(positives + negatives), 1.0 - confidence)
 
 
 def _simulated(training: Training, inside: np.ndarray, generator: np.random.Generator) -> np.ndarray:
