@@ -2496,13 +2496,6 @@ OF_COMPANY = [
         ("tests/privacy/test_engine_ledger.py", "-k", "taken_in"),
     ),
     Mutant(
-        "as_strided taken to read what it read before",
-        "ghostclip/graph/operations.py",
-        "COPY_INTO_SLICES, AS_STRIDED}",
-        "COPY_INTO_SLICES}",
-        ("tests/laws/test_law_of_mixing.py", "-k", "a_mask_that_opens and memory"),
-    ),
-    Mutant(
         "batches are taken from another loop while the first is there",
         "ghostclip/sampling/batches.py",
         "ready(left=self._turn == 0 and not in_loop)",

@@ -150,8 +150,8 @@ OF_STRUCTURES = [name for name in MIXING if name.startswith("centred,")] + ["div
 )
 @pytest.mark.one_in(2)
 def test_check_finds_it_in_loaders_and_in_batches_of_any_structure(name, rows):
-    found = findings(MIXING[name], rows)
-    assert found
+    # Which examples are loaded is random: a row that takes another's place shows in three of four calls.
+    found = next(filter(None, (findings(MIXING[name], rows) for _ in range(8))))
     assert all(finding.problem and finding.remedy for finding in found)
 
 
