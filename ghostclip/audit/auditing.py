@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip.audit.bounds import epsilon_from_rates, gaussian_mu, noise_from_rates
-from ghostclip.audit.one_run import one_run
+from ghostclip.audit.one_run import OneRun, one_run
 from ghostclip.audit.result import Audit, Bound, CurvePoint, WhiteBox
 from ghostclip.audit.training import Claim, LossFunction, Training, plain_sgd
 from ghostclip.audit.white_box import TrialSetting, sampled_share, white_box_trials
@@ -122,15 +122,21 @@ def audit(
         if canaries:
             with phase("one run", training.steps) as watch:
                 run = one_run(training, canaries, 1.0 - failure, watch)
-            found = run.epsilon(training.target_delta, 1.0 - failure)
-            bounds.append(Bound("one-run", "training", found, training.claim.epsilon))
-            claim = training.claim
-            refuted = run.noise_multiplier(claim.sample_rate, claim.steps, 1.0 - failure)
-            bounds.append(Bound("one-run f-DP", "training", claim.with_noise(refuted), claim.epsilon))
-            refuted = run.independent_noise_multiplier(claim.sample_rate, claim.steps)
-            bounds.append(Bound("one-run Gaussian", "training", claim.with_noise(refuted), claim.epsilon))
+            bounds += _one_run_bounds(run, training, failure)
     seconds = time.perf_counter() - started
     return Audit(training.claim.epsilon, training.target_delta, confidence, bounds, white_box, run, seconds)
+
+
+def _one_run_bounds(run: OneRun, training: Training, failure: float) -> list[Bound]:
+    """The bounds of the one run; each may fail with ``failure``."""
+    claim = training.claim
+    by_guesses = run.noise_multiplier(claim.sample_rate, claim.steps, 1.0 - failure)
+    found = {
+        "one-run": run.epsilon(training.target_delta, 1.0 - failure),
+        "one-run f-DP": claim.with_noise(by_guesses),
+        "one-run Gaussian": claim.with_noise(run.independent_noise_multiplier(claim.sample_rate, claim.steps)),
+    }
+    return [Bound(method, "training", epsilon, claim.epsilon) for method, epsilon in found.items()]
 
 
 def _white_box(
