@@ -4788,8 +4788,42 @@ SEARCHED_AND_FROZEN = [
     ),
 ]
 
+# Packs of documents, and audits of one run.
+WITH_PACKING = ("tests/integrations/test_trl_refusals.py", "-k", "cannot_tell_documents_apart")
+PACKED_AND_AUDITED = [
+    Mutant(
+        "losses of one's own go with packing",
+        "ghostclip/integrations/trl_refusals.py",
+        "    if own_losses:\n",
+        "    if False:\n",
+        WITH_PACKING,
+    ),
+    Mutant(
+        "adapters that compute for all examples go with packing",
+        "ghostclip/integrations/trl_refusals.py",
+        'if chosen or kind == "IA3" or config.is_prompt_learning:',
+        "if False:",
+        WITH_PACKING,
+    ),
+    Mutant(
+        "canaries' false positives are taken as they were counted",
+        "ghostclip/audit/trials.py",
+        "false_positive_bound=float(error_bound(positives, len(out), failure / 2))",
+        "false_positive_bound=positives / len(out) / 2",
+        ("tests/privacy/test_audit.py", "-k", "independent_trials"),
+    ),
+    Mutant(
+        "a layer that wraps no class has none when the model is verified",
+        "ghostclip/wrap.py",
+        'return getattr(kind, "wrapped", kind)',
+        "return kind.wrapped",
+        ("tests/clipper/test_verify.py", "-k", "wraps_no_class"),
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
     *SAME, *WITHIN, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *OF_COMPANY, *AROUND_THE_BATCH,
     *DIFFERENTIATED_TWICE, *BY_MARKS, *CHOSEN_PRIVATELY, *NOISE_OVER_STEPS, *USED, *GRAPHS, *SEARCHED_AND_FROZEN,
+    *PACKED_AND_AUDITED,
 ]  # fmt: skip
