@@ -30,7 +30,7 @@ from ghostclip.clipping import as_policy
 __all__ = ["OneRun", "one_run", "scores"]
 
 PULL = 100.0  # how many times the clipping bound a canary's gradient is
-REHEARSALS = 5
+SIMULATIONS = 5
 SHARES = np.geomspace(0.01, 1.0, 15)
 
 
@@ -88,7 +88,7 @@ def one_run(training: Training, canaries: int, confidence: float, watch: Callabl
             f"canaries must be at least 2 (or 0, for none) and, since they take the places of examples, fewer than the "
             f"{training.size} examples; got {canaries}"
         )
-    guesses, threshold = _rehearsed(training, canaries, confidence)
+    guesses, threshold = _choices_by_simulation(training, canaries, confidence)
     inside = np.random.default_rng().integers(0, 2, canaries).astype(bool)
     found = _train(training, inside, watch)
     errors = Trials(found, inside).error_rates_at(threshold, 1.0 - confidence)
@@ -167,7 +167,7 @@ def _losses_with(training: Training, pull: float) -> LossFunction:
     return losses
 
 
-def _rehearsed(training: Training, canaries: int, confidence: float) -> tuple[int, float]:
+def _choices_by_simulation(training: Training, canaries: int, confidence: float) -> tuple[int, float]:
     """How many to guess on each side, and a threshold, by trials with simulated scores of the claimed mechanism.
 
     Chosen before the training is looked at, so the bounds need no correction for the choice.
@@ -175,12 +175,12 @@ def _rehearsed(training: Training, canaries: int, confidence: float) -> tuple[in
     choices = sorted({max(1, round(canaries // 2 * share)) for share in SHARES})
     generator = np.random.default_rng()
     gains, every = np.zeros(len(choices)), []
-    for _ in range(REHEARSALS):
+    for _ in range(SIMULATIONS):
         inside = generator.integers(0, 2, canaries).astype(bool)
         every.append(Trials(_simulated(training, inside, generator), inside))
         for place, guesses in enumerate(choices):
-            rehearsed = OneRun(canaries, 2 * guesses, _correct(every[-1].scores, inside, guesses))
-            gains[place] += rehearsed.epsilon(training.target_delta, confidence)
+            guessed = OneRun(canaries, 2 * guesses, _correct(every[-1].scores, inside, guesses))
+            gains[place] += guessed.epsilon(training.target_delta, confidence)
     together = Trials(*(np.concatenate([getattr(each, name) for each in every]) for name in ("scores", "inside")))
     # Where no number promises a bound, guessing about all leaves a mechanism that breaks its claim most to show.
     guesses = choices[int(gains.argmax())] if gains.any() else choices[-1]

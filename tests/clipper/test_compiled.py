@@ -441,7 +441,7 @@ def test_inductor_trains_as_eager_does_with_one_graph_of_the_passes(monkeypatch)
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
 
 
-def sums_of_recurrent_layers_are_eagers(name, second_pass):
+def assert_recurrent_sums_are_eager_ones(name, second_pass):
     clipper = ghostclip.GhostClipper(readers.model_of(name), 0.5, second_pass=second_pass, compile=True)
     for _ in range(6):
         batch = (torch.randn(5, 7, 3, dtype=torch.float64),)
@@ -453,7 +453,7 @@ def sums_of_recurrent_layers_are_eagers(name, second_pass):
 @pytest.mark.parametrize("name", readers.LAYERS)
 @pytest.mark.one_in(12)
 def test_a_graph_of_a_recurrent_layer_is_one_operation_for_all_time_steps(name, second_pass):
-    sums_of_recurrent_layers_are_eagers(name, second_pass)
+    assert_recurrent_sums_are_eager_ones(name, second_pass)
 
 
 @pytest.mark.slow
@@ -461,7 +461,7 @@ def test_a_graph_of_a_recurrent_layer_is_one_operation_for_all_time_steps(name, 
 def test_inductor_takes_the_operations_of_recurrent_layers_as_they_are(name, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(trial, "clock", lambda: 0.0)  # its graph is used, whatever is faster
-    sums_of_recurrent_layers_are_eagers(name, "cached")
+    assert_recurrent_sums_are_eager_ones(name, "cached")
 
 
 def test_a_wrong_loss_shape_is_refused_where_steps_are_compiled():

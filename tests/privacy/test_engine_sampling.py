@@ -7,6 +7,7 @@ import numpy as np
 import private_runs as runs
 import pytest
 import torch
+from drawn_rows import members, rows
 from scipy import stats
 
 from ghostclip import accounting
@@ -98,21 +99,9 @@ def cyclic_poisson(**options: Any) -> LogicalBatches:
     return LogicalBatches(range(24), **{"batch_size": 4, "sampling": "cyclic_poisson", "bands": BANDS, **options})
 
 
-def rows(batch: Any) -> list[int]:
-    return [row for part in batch.rows for row in part]
-
-
-def drawn(loader: LogicalBatches, steps: int) -> np.ndarray:
-    """[steps, examples] of booleans: who was in which batch."""
-    found: list[np.ndarray] = []
-    while len(found) < steps:
-        found += [np.isin(np.arange(loader.dataset_size), rows(batch)) for batch in loader]
-    return np.array(found[:steps])
-
-
 def test_each_example_is_in_batches_of_its_group_only_at_the_rate_of_its_group() -> None:
     loader = cyclic_poisson()
-    found = drawn(loader, 3000)
+    found = members(loader, 3000)
     assert loader.groups is not None
     for example, group in enumerate(loader.groups):
         own = found[group::BANDS, example]
@@ -162,11 +151,11 @@ def test_what_is_charged_is_what_was_drawn() -> None:
 
 
 def test_a_seed_repeats_groups_and_batches_and_processes_share_them() -> None:
-    first, second = (drawn(cyclic_poisson(seed=3), 12) for _ in range(2))
+    first, second = (members(cyclic_poisson(seed=3), 12) for _ in range(2))
     assert (first == second).all()
     generator = lambda: noise_source("standard").generator(bytes(32))  # noqa: E731
-    shares = [drawn(cyclic_poisson(generator=generator, share=(rank, 2)), 6) for rank in range(2)]
-    together = drawn(cyclic_poisson(generator=generator), 6)
+    shares = [members(cyclic_poisson(generator=generator, share=(rank, 2)), 6) for rank in range(2)]
+    together = members(cyclic_poisson(generator=generator), 6)
     assert (shares[0] | shares[1] == together).all()
     assert not (shares[0] & shares[1]).any()
 

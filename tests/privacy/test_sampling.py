@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from drawn_rows import members, rows
 from scipy import stats
 from torch.utils.data import (
     BatchSampler,
@@ -30,7 +31,7 @@ from ghostclip.errors import PrivacyError
 from ghostclip.events import FixedSizeGaussian, SampledGaussian, TruncatedGaussian
 from ghostclip.sampling import LogicalBatches, scheme_named
 from ghostclip.sampling.loading import rows_digest
-from ghostclip.sampling.logical import LogicalBatch, Unowned
+from ghostclip.sampling.logical import Unowned
 
 # A false alarm once in a hundred thousand runs for each test.
 RARE = 1e-5
@@ -47,18 +48,6 @@ class Squares(Dataset[int]):
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         return index, index * index
-
-
-def rows(batch: LogicalBatch) -> list[int]:
-    return [row for part in batch.rows for row in part]
-
-
-def members(loader: LogicalBatches, steps: int) -> np.ndarray:
-    """[steps, examples] of booleans: who was in which logical batch."""
-    found: list[np.ndarray] = []
-    while len(found) < steps:
-        found += [np.isin(np.arange(loader.dataset_size), rows(batch)) for batch in loader]
-    return np.array(found[:steps])
 
 
 def taken_over(loader: DataLoader[Any], **arguments: Any) -> LogicalBatches:
