@@ -21,6 +21,7 @@ from ghostclip.noise.banded import BandedToeplitz
 from ghostclip.noise.buffered import BufferedToeplitz
 from ghostclip.noise.correlation import Correlation
 from ghostclip.noise.release import Noise
+from ghostclip.norms.precision import full_precision
 
 __all__ = ["Banded", "Buffered", "NoiseHistory", "history_of"]
 
@@ -102,7 +103,10 @@ class NoiseHistory(ABC):
         weights, row = dict[Any, Tensor](), -self._weights()
         for state in self._state:
             weights.setdefault((state.dtype, state.device), torch.tensor(row, dtype=state.dtype, device=state.device))
-        pulled = [torch.tensordot(weights[state.dtype, state.device], state, 1) for state in self._state]
+        pulled = []
+        for state in self._state:
+            with full_precision(state.device):
+                pulled.append(torch.tensordot(weights[state.dtype, state.device], state, 1))
         fresh = noise.release(pulled, std, float(self._series[0]))
         self._take_in(fresh)
         self.step, self.whole = self.step + 1, True
