@@ -25,7 +25,6 @@ from ghostclip.audit.bounds import noise_from_rates, one_run_epsilon
 from ghostclip.audit.trade_off import noise_from_guesses
 from ghostclip.audit.training import LossFunction, Training, endless
 from ghostclip.audit.trials import ErrorRates, Trials, log_ratios
-from ghostclip.clipping import as_policy
 
 __all__ = ["OneRun", "one_run", "scores"]
 
@@ -107,7 +106,7 @@ def _train(training: Training, inside: np.ndarray, watch: Callable[[], None]) ->
     rows[size - count :] = torch.arange(1, count + 1, device="cpu") * torch.from_numpy(inside)
     data = TensorDataset(torch.arange(size, device="cpu"), own, rows)
     engine = training.engine(model, optimizer, data, training.batch_size)
-    bound = as_policy(training.clipping).sensitivity
+    bound = engine.clipping.sensitivity
     released = np.zeros((training.steps, count))
     step = itertools.count()
 

@@ -76,7 +76,8 @@ class Trials:
     def error_rates_at(self, threshold: float, failure: float) -> ErrorRates:
         """Error rates at a threshold that these trials had no part in choosing; ``failure`` as for `error_rates`."""
         out, within = self._split()
-        positives, negatives = int((out > threshold).sum()), int((within <= threshold).sum())
+        # A score that is not a number errs, whichever the canary: it tells nothing.
+        positives, negatives = int((~(out <= threshold)).sum()), int((~(within > threshold)).sum())
         return ErrorRates(
             threshold=threshold,
             trials_out=len(out),

@@ -11,8 +11,9 @@ its gradient is clipped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -143,7 +144,12 @@ class _Canary:
             return _gradient(model.parameters())
 
         direction = clipped(size - 1)
-        self._direction = direction / direction.norm()
+        if not 0.0 < (length := float(direction.norm())) < math.inf:  # one whose gradient isn't finite is left out
+            raise ValueError(
+                f"the canary, an example whose loss is multiplied by {self._pull:.3g} so that its gradient is clipped, "
+                f"has no gradient that is finite; lower the clipping norm, {self._sensitivity:.3g}, or use a wider type"
+            )
+        self._direction = direction / length
         shares = [float(clipped(position) @ self._direction) for position in range(size - 1)]
         return torch.tensor([*shares, 0.0], dtype=torch.float64, device="cpu")
 
@@ -198,7 +204,9 @@ def sampled_share(training: Training, batches: int, watch: Callable[[], None]) -
     """
     model = nn.Linear(1, 1, device="cpu")
     numbers = TensorDataset(torch.arange(training.size, device="cpu"))
-    engine = training.engine(model, SGD(model.parameters(), lr=0.0), numbers, training.batch_size, self_check=False)
+    # Whose policy may be about groups of the user's model by name.
+    sampled, optimizer = replace(training, clipping=1.0), SGD(model.parameters(), lr=0.0)
+    engine = sampled.engine(model, optimizer, numbers, training.batch_size, self_check=False)
     drawn = endless(engine)
     taken = 0
     for _ in range(batches):

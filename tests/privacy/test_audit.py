@@ -33,7 +33,7 @@ from ghostclip.audit.one_run import OneRun, scores
 from ghostclip.audit.trade_off import _least_false, noise_from_guesses, refutes
 from ghostclip.audit.training import Claim, Training
 from ghostclip.audit.trials import Trials, log_ratios
-from ghostclip.clipping import Adaptive, PerLayer
+from ghostclip.clipping import Adaptive, AutoV, ByLayer, Composed, EqualNoise, Grouped, PerLayer, Whole
 from ghostclip.noise import BandedToeplitz, BufferedToeplitz, noise_source
 from ghostclip.report import plain
 from ghostclip.sampling import Poisson
@@ -275,6 +275,30 @@ def test_arguments_are_checked_by_name(changes, message):
 def test_a_model_that_no_example_moves_is_refused():
     with pytest.raises(ValueError, match="none of the first 8 examples has a gradient"):
         audited(nn.Sequential(nn.Linear(5, 3), nn.Hardtanh(-1e-30, 1e-30)))
+
+
+def test_scores_that_are_not_numbers_prove_nothing():
+    inside = np.arange(200) % 2 == 0
+    for threshold in (0.0, math.nan):
+        rates = Trials(np.full(200, math.nan), inside).error_rates_at(threshold, 0.05)
+        assert (rates.false_positives, rates.false_negatives) == (100, 100)
+
+
+def test_a_canary_whose_gradient_is_not_finite_is_refused():
+    with pytest.raises(ValueError, match=r"has no gradient that is finite; lower the clipping norm, 1e\+30"):
+        audited(clipping=1e30, canaries=0)
+
+
+@pytest.mark.parametrize("clipping", [Composed(ByLayer(), 2.0, noise=EqualNoise()), Composed(Whole(), 2.0, AutoV())])
+def test_policies_that_learn_the_groups_of_a_model_are_audited(clipping):
+    found = audited(dataset=data(16), clipping=clipping, canaries=4, confidence=SURE, noise_multiplier=0.3)
+    assert not found.violated
+    assert found.one_run.canaries == 4
+
+
+def test_groups_by_the_names_of_the_user_s_parameters_are_attacked_in_the_white_box():
+    groups = {"first": ["0.*"], "rest": ["[!0].*"]}
+    assert not audited(clipping=Grouped(groups, max_norm=1.0), canaries=0, confidence=SURE).violated
 
 
 @pytest.mark.slow
