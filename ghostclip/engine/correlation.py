@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from ghostclip import accounting
 from ghostclip.clipping.choice import adapts
@@ -21,6 +22,8 @@ log = logging.getLogger("ghostclip")
 # Of each band but one a tensor of each parameter's size is kept.
 MOST_BANDS = 32
 BANDED, TURNS = ("cyclic_poisson", "cyclic"), ("cyclic",)
+# Noise is kept in float32: where it grows by more, the fresh noise of a step is lost in rounding that of earlier ones.
+MOST_GROWTH = 1e4
 
 
 @dataclass(frozen=True)
@@ -122,14 +125,23 @@ def chosen_correlation(
         table = tuple(_row(each, loader, steps, target_epsilon, target_delta, before) for each in bands)
         correlation = BandedToeplitz(bands=min(table, key=lambda row: row.product).bands)
     found = ChosenCorrelation(correlation, steps, correlation.error(steps), table)
-    if not math.isfinite(found.error):
-        raise ValueError(
-            f"{correlation!r} has no bounded inverse over {steps} steps: its noise would grow without end; take "
-            "coefficients that fall, such as [1.0, 0.5, 0.375]"
-        )
+    if isinstance(correlation, BandedToeplitz):
+        _check_growth(correlation, steps)
     if table:
         log.info("bands chosen at epsilon %g:\n%s", target_epsilon, found)
     return found
+
+
+def _check_growth(correlation: BandedToeplitz, steps: int) -> None:
+    """Raises ValueError where a step's noise is so large that the fresh part of it is lost in rounding."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        grown = correlation.growth(steps).max()
+    if not grown <= MOST_GROWTH:
+        raise ValueError(
+            f"{correlation!r} has no bounded inverse over {steps} steps: its noise would grow to more than "
+            f"{MOST_GROWTH:,.0f} times that of independent steps, where rounding leaves no fresh noise; take "
+            "coefficients that fall, such as [1.0, 0.5, 0.375]"
+        )
 
 
 def _row(

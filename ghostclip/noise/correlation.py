@@ -88,6 +88,11 @@ class Correlation(ABC):
             squares += float(prefix @ prefix)
         return math.sqrt(squares / steps)
 
+    def growth(self, steps: int) -> np.ndarray:
+        """The norms of the rows of C^-1 [steps]: each step's noise has that times the standard deviation of w."""
+        inverse = scipy.signal.lfilter([1.0], np.trim_zeros(self.series(steps), "b"), np.eye(1, steps)[0])
+        return self.column_norms(steps) * np.sqrt(np.cumsum(inverse**2))
+
     def sensitivity(self, steps: int, separation: int) -> float:
         """The largest |C d| where an example may take part in each ``separation``-th step, by a unit vector at each.
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import scipy
 import torch
 from torch import Tensor
 
@@ -42,14 +41,12 @@ class NoiseHistory(ABC):
         self._series, self._norms = correlation.series(steps), correlation.column_norms(steps)
         self._kept = min(correlation.buffers, steps - 1) if correlation.bands is not None else correlation.buffers
         self.steps, self.step, self.whole = steps, 0, True
-        self._growth = self._norms * np.sqrt(
-            np.cumsum(scipy.signal.lfilter([1.0], self._series, np.eye(1, steps)[0]) ** 2)
-        )
+        self._growth = correlation.growth(steps)
         self._state: list[Tensor] = []
         self._std = 0.0
 
     def growth(self, step: int) -> float:
-        """The norm of row ``step`` of C^-1, from 1: the step's noise has that times the standard deviation of w."""
+        """`Correlation.growth` of a step, from 1."""
         return float(self._growth[min(step, self.steps) - 1])
 
     def _check(self, sums: Sequence[Tensor]) -> None:

@@ -296,6 +296,7 @@ def test_steps_that_were_discarded_keep_the_noise_in_step() -> None:
         ({"clipping": Adaptive(1.0, count_noise=1.0)}, "correlation and adaptive clipping don't go together"),
         ({"noise": "hardened"}, "correlation and noise=.hardened. don't go together"),
         ({"correlation": BandedToeplitz(coefficients=[1.0, 1e30])}, "has no bounded inverse over"),
+        ({"correlation": BandedToeplitz(coefficients=[1.0, 2.0]), "steps": 30}, "grow to more than 10,000 times"),
         (
             {"correlation": None, "sampling": "cyclic", "schedule": Schedule([Stage(3)])},
             'schedule and sampling="cyclic" or "cyclic_poisson" don.t go together',
