@@ -23,6 +23,7 @@ from ghostclip.validate import at_least_one
 
 __all__ = ["add_tune", "run_tune"]
 
+SEARCHED = ("learning_rate", "max_norm")
 EPILOG = """\
 The number of runs is drawn at random, and each run draws one of the settings; accuracy on the test examples, which
 count as public, picks the best run. One epsilon covers the search, if nothing but the best run is published: keep the
@@ -67,7 +68,7 @@ class _Trainings:
 
     def train(self, candidate: dict[str, Any]) -> dict[str, Any]:
         """One run: its test accuracy and its model."""
-        settings: Settings = replace(self.plan.settings, **candidate)
+        settings: Settings = replace(self.plan.settings, **{name: candidate[name] for name in SEARCHED})
         with bar("run", self.plan.steps, "step") as watch:
             outcome = train(settings, self.data, "run", watch)
         return {"accuracy": outcome.run.accuracy, "model": dict(outcome.model.state_dict())}
@@ -130,10 +131,10 @@ def _planned(arguments: argparse.Namespace, examples: int) -> tuple[PlannedRun, 
                               arguments.max_norms or [arguments.max_norm]):  # fmt: skip
         one = argparse.Namespace(**fixed | {"learning_rate": rate, "max_norm": norm})
         settings = next(runs_of(one, examples)).settings
-        # With the model, by which an interrupted search of another one is told from this.
-        candidates.append(
-            {"model": settings.model, "learning_rate": settings.learning_rate, "max_norm": settings.max_norm}
-        )
+        # With all else that a run is made of, by which an interrupted search of another kind is told from this.
+        of_all = {"data": arguments.data, "data_dir": arguments.data_dir and str(arguments.data_dir)}
+        names = ("model", "optimizer", "seed", *SEARCHED)
+        candidates.append(of_all | {name: getattr(settings, name) for name in names})
     return plan, candidates
 
 
@@ -142,8 +143,7 @@ def _print(found: dict[str, Any]) -> None:
     if found["settings"] is None:
         print(f"no run was drawn; the search spends epsilon {found['epsilon']:.4g} at delta {found['delta']:g}")
         return
-    settings = {name: value for name, value in found["settings"].items() if name != "model"}
-    chosen = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in settings.items())
+    chosen = ", ".join(f"{name.replace('_', ' ')} {found['settings'][name]:g}" for name in SEARCHED)
     print(f"best run: {chosen}; {found['accuracy']:.1%} of the test examples")
     print(found["guarantee"])
     one, added_up, runs = found["epsilon_of_one_run"], found["epsilon_added_up"], f"{found['expected_runs']:g} runs"

@@ -178,6 +178,9 @@ def test_an_interrupted_search_goes_on(path: Path, capsys: Capsys, monkeypatch: 
 
     monkeypatch.setattr(tune, "train", interrupted)
     ran(capsys, *SEARCH, "--ledger", path, status=130)
+    for other in (["--optimizer", "adam"], ["--seed", "1"]):
+        words = [*SEARCH, *other, "--learning-rate", str(calls[0])]
+        assert "is of an unfinished search with other arguments" in mistake(capsys, *words, "--ledger", path)
     ran(capsys, *SEARCH, "--ledger", path)
     assert len(calls) == 3
     assert Ledger(path).events == [SELECTION]
