@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ghostclip.engine.optimizers import with_closure
+
 __all__ = ["LowPassFilter"]
 
 
@@ -44,15 +46,22 @@ class LowPassFilter:
         self._ones: deque[float] = deque(maxlen=len(self.a))
         self._steps = 0
         self._optimizer = optimizer
-        self._handle = optimizer.register_step_pre_hook(self._filter)
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
         """Takes the filter off the optimizer."""
         self._handle.remove()
 
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The optimizer's pre-hook: gradients are filtered now, or right after the closure."""
+        if (replaced := with_closure(args, kwargs, self._filter)) is not None:
+            return replaced
+        self._filter()
+        return None
+
     @torch.no_grad()
-    def _filter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The optimizer's pre-hook."""
+    def _filter(self) -> None:
+        """Replaces the gradients that are there."""
         self._steps += 1
         passed = sum(self.b[: self._steps]) - sum(c * one for c, one in zip(self.a, self._ones, strict=False))
         self._ones.appendleft(passed)

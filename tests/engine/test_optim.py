@@ -87,6 +87,25 @@ def test_both_work_behind_an_engine(tmp_path) -> None:
     assert torch.equal(runs.weights(engine.model), runs.weights(again.model))
 
 
+def test_gradients_that_a_closure_makes_are_filtered() -> None:
+    def trained(by_closure: bool) -> torch.Tensor:
+        optimizer = torch.optim.SGD((model := runs.network()).parameters(), lr=0.5)
+        engine = runs.engine_for(model, optimizer, clipping=1.0, noise_multiplier=1.0, noise="test", seed=1)
+        LowPassFilter(optimizer)
+        for batch in engine.batches():
+
+            def passes(batch=batch) -> None:
+                for examples in batch.physical():
+                    engine.backward(runs.losses_of(model, examples))
+
+            if not by_closure:
+                passes()
+            optimizer.step(passes) if by_closure else optimizer.step()
+        return runs.weights(model)
+
+    assert torch.equal(trained(by_closure=True), trained(by_closure=False))
+
+
 def filtered_by(*coefficients):
     return LowPassFilter(torch.optim.SGD([parameter()], lr=0.1), *coefficients)
 
