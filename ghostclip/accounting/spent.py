@@ -42,8 +42,8 @@ ACCOUNTANTS = ("pld", "rdp")
 """The values of ``accountant=``: privacy loss distributions and Rényi differential privacy."""
 # What floating point can square: less noise protects nothing, and more counts as this much.
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e12
-# Of a rate that is a quotient times a number of bands.
-ROUNDING = 1e-12
+# Of a rate that is a quotient times a number of bands; decimal places of the steps of an epoch.
+ROUNDING, HALF_STEPS = 1e-12, 9
 KINDS: dict[str, type[Any]] = {
     kind.sampling: kind
     for kind in (SampledGaussian, FixedSizeGaussian, TruncatedGaussian, CyclicPoissonGaussian, CyclicGaussian)
@@ -113,7 +113,8 @@ class Setting:
     def _cyclic_event(self, noise_multiplier: float, steps: int) -> SampledRelease:
         """One mechanism of so many steps; with one band cyclic Poisson sampling is Poisson sampling."""
         if self.sampling == "cyclic":
-            epoch = max(1, round(1 / self.sample_rate))
+            # As of len(data) / batch_size, half steps too: 1 / (2 / 49) is a little above 24.5.
+            epoch = max(1, round(round(1 / self.sample_rate, HALF_STEPS)))
             # Of columns that are an epoch apart so many meet in a row, each of norm 1.
             meeting = 2 * -(-self.bands // epoch) - 1
             return CyclicGaussian(

@@ -21,6 +21,7 @@ from ghostclip.events import mechanism_of
 from ghostclip.ledger import Ledger
 from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation, noise_source
 from ghostclip.noise.history import Banded, history_of
+from ghostclip.sampling import LogicalBatches
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")
 
@@ -326,6 +327,13 @@ def test_auto_takes_the_bands_with_the_smallest_noise_in_sums() -> None:
     assert "bands  noise multiplier" in str(chosen)
     runs.train(auto, STEPS, nothing)
     assert auto.epsilon() <= 1.0
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(49, 2), (51, 2), (98, 4), (24, 5)])
+def test_cyclic_sampling_is_planned_with_the_engine_s_epochs(size: int, batch_size: int) -> None:
+    """Epochs of half a step more or less, which the sampling rate tells but for rounding."""
+    setting = accounting.Setting(batch_size / size, "cyclic")
+    assert setting.event(1.0).separation == len(LogicalBatches(runs.data(size), batch_size=batch_size))
 
 
 def test_cyclic_sampling_charges_the_sensitivity_of_the_matrix() -> None:
