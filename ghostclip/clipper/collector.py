@@ -19,8 +19,8 @@ from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.precision import full_precision
 from ghostclip.norms.ragged import combined, regrouped
-from ghostclip.norms.reduce import norms, rounding_margin
-from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
+from ghostclip.norms.reduce import Parts, norms, rounding_margin
+from ghostclip.norms.term import Dense, NormResult, PerExampleGrads, to_float32
 from ghostclip.planner import SOLE, Planner, StrategyChoice, kept_bytes
 
 __all__ = ["Keep", "Kept", "NormCollector", "TermReceiver", "norm_dtype"]
@@ -28,7 +28,7 @@ __all__ = ["Keep", "Kept", "NormCollector", "TermReceiver", "norm_dtype"]
 # Terms by the parts that they are of.
 Kept = dict[tuple[Part, ...], PerExampleGrads | LinearPair]
 # The id of a parameter, squared norms [B] of its gradients, and what their rounding margin follows from.
-SquaredNorms = tuple[int, Tensor, Tensor | None]
+SquaredNorms = tuple[int, Tensor, Parts]
 
 
 class Keep(enum.Enum):
@@ -213,8 +213,8 @@ class NormCollector(TermReceiver):
         self.seen[subject] = numbers(grad, self.layout.rows[subject].dim)
 
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
-        for (owner, _), squared in zip(parts, pair.squared_norms(), strict=True):
-            self._squares.append((owner, squared, None))
+        for (owner, _), (squared, absolute) in zip(parts, pair.squared_norms(), strict=True):
+            self._squares.append((owner, squared, absolute))
             self.choices[owner] = SOLE
         if self._keep is Keep.ALL and parts[0][0] not in self.not_kept:
             self.kept[tuple(parts)] = pair
@@ -231,6 +231,10 @@ class NormCollector(TermReceiver):
         if self._held[0] is not call:
             self._held = call, set()
         self._measure(call, part, term, self._held[1])
+
+    def _note(self, part: Part, answer: NormResult) -> None:
+        absolute = () if answer.absolute is None else ((answer.absolute, 1.0),)
+        self._squares.append((part[0], answer.squared_norms, absolute))
 
     def _measure(self, call: LayerCall, part: Part, term: PerExampleGrads, held: set[int]) -> None:
         """Measures the term of all uses of a part, and keeps what is to be kept of it.
@@ -254,7 +258,7 @@ class NormCollector(TermReceiver):
                 room += 0 if address in held or address in own else tensor.nbytes
                 own.add(address)
         answer, self.choices[part[0]] = self._planner.answer(term, room is not None, room, exact=self._exact)
-        self._squares.append((part[0], answer.squared_norms, answer.absolute))
+        self._note(part, answer)
         if room is None:
             return
         if answer.kept is not None:
@@ -277,7 +281,7 @@ class NormCollector(TermReceiver):
                     self._take_pair(parts, term)
                 else:
                     answer, self.choices[parts[0][0]] = self._planner.answer(term, False, exact=True)
-                    self._squares.append((parts[0][0], answer.squared_norms, answer.absolute))
+                    self._note(parts[0], answer)
 
     @property
     def kept_owners(self) -> frozenset[int]:
@@ -291,7 +295,7 @@ class NormCollector(TermReceiver):
 
     def norms(self) -> Tensor:
         """||g_i||, [B]."""
-        return self._root([squared for _, squared, _ in self._squares])
+        return self._unscaled(self._root([squared for _, squared, _ in self._squares]))[0]
 
     def norms_and_bounds(self) -> tuple[Tensor, Tensor]:
         """||g_i|| [B] as measured, and with the rounding margin that weights are computed with.
@@ -312,25 +316,28 @@ class NormCollector(TermReceiver):
         }
 
     def _root(self, squared: Sequence[Tensor]) -> Tensor:
+        """[B], of the losses times their scale."""
         if not squared:
             return torch.zeros(self._examples, dtype=self._dtype, device=self._device)
-        found = norms(squared, self._dtype)
-        return self._unscaled(found)
+        return norms(squared, self._dtype)
 
-    def _unscaled(self, found: Tensor) -> Tensor:
-        """[B, ...] of the losses as they are."""
-        if not isinstance(self.scale, Tensor):
-            return found if self.scale == 1.0 else found / self.scale
-        return found / self.scale.to(found.dtype).view(-1, *[1] * (found.dim() - 1))
+    def _unscaled(self, *found: Tensor) -> tuple[Tensor, ...]:
+        """[B, ...] each, of the losses as they are."""
+        scale = self.scale
+        if isinstance(scale, Tensor):
+            scale = scale.to(found[0].dtype).view(-1, *[1] * (found[0].dim() - 1))
+        elif scale == 1.0:
+            return found
+        return tuple([each / scale for each in found])
 
     def _bounded(self, measured: Sequence[SquaredNorms]) -> tuple[Tensor, Tensor]:
         """Norms and bounds [B] of some parameters together."""
-        squared, absolute = [each for _, each, _ in measured], [each for *_, each in measured if each is not None]
+        squared, absolute = [each for _, each, _ in measured], [part for *_, parts in measured for part in parts]
+        margin = rounding_margin(squared, absolute, sum([parameter.numel() for _, parameter in self._trained]))
         found = self._root(squared)
-        if not absolute:
-            return found, found
-        margin = self._unscaled(rounding_margin(absolute)).to(found.dtype)
-        return found + 0.0 * margin, found + margin
+        margin = torch.full_like(found, margin) if isinstance(margin, float) else margin.to(found.dtype)
+        found, margin = self._unscaled(found, margin)
+        return torch.add(found, margin, alpha=0.0), found + margin
 
     @torch.no_grad()
     def per_example_grads(self) -> dict[str, Tensor]:
@@ -347,7 +354,7 @@ class NormCollector(TermReceiver):
             if rows is not None:
                 found[owner, None][:, slice(*rows)] += gradients
         every = {name: found[id(parameter), None] for name, parameter in self._trained}
-        return {name: self._unscaled(each) for name, each in every.items()}
+        return {name: self._unscaled(each)[0] for name, each in every.items()}
 
 
 def _padded(call: LayerCall, name: str, term: PerExampleGrads) -> Dense:

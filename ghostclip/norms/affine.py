@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from .reduce import Parts, hidden
 from .term import squared_norms, to_float32, zero_examples
 
-__all__ = ["LinearPair"]
+__all__ = ["LinearPair", "hidden_in_product"]
+
+
+def hidden_in_product(left: Tensor, lefts: int, right: Tensor, rights: int) -> Tensor:
+    """What underflow may hide of the products [B] of two sums of so many squares, as `PerExampleGrads.absolute`."""
+    unit = hidden(left.dtype)
+    return torch.add(left * (rights * unit), right, alpha=lefts * unit)
 
 
 @dataclass(eq=False, slots=True)
@@ -34,10 +42,17 @@ class LinearPair:
         """Bytes of the two tensors."""
         return self.left.nbytes + self.right.nbytes
 
-    def squared_norms(self) -> list[Tensor]:
-        """[B] for each name, in float32 or wider."""
-        left = squared_norms(self.left)
-        return [left if name == "bias" else left * squared_norms(self.right) for name in self.names]
+    def squared_norms(self) -> list[tuple[Tensor, Parts]]:
+        """[B] for each name, in float32 or wider, and the parts of `PerExampleGrads.absolute`."""
+        left, found = squared_norms(self.left), list[tuple[Tensor, Parts]]()
+        for name in self.names:
+            if name == "bias":
+                found.append((left, ()))
+            else:
+                right, unit = squared_norms(self.right), hidden(left.dtype)
+                parts = (left, self.right.shape[1] * unit), (right, self.left.shape[1] * unit)
+                found.append((left * right, parts))
+        return found
 
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
         """``sum_i weights[i] * gradient[i]`` for each name, for weights [B]."""

@@ -122,7 +122,10 @@ class Tied(PerExampleGrads):
         apart = outer.squared_norms + looked_up
         products, sizes = cross(self.outer, self.rows)
         squared, scale = apart + 2 * products, CANCELLING_USES * apart + sizes
-        return NormResult(reliable(squared, scale, partial(self._measured_again, squared, scale)))
+        squared = reliable(squared, scale, partial(self._measured_again, squared, scale))
+        # Products of both uses may hide as much as those of the head with itself, for each lookup.
+        lost = self.outer.hidden() * (1 + 2 * self.rows.indices.shape[1])
+        return NormResult(squared, absolute=self.absolute() + lost)
 
     def exact_squared_norms(self) -> Tensor:
         rows = [squared_norms(self.pick(slice(at, at + 1)).per_example()) for at in range(self.examples)]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .outer import OuterProduct, chunks, gram_is_reliable, reliable
+from .reduce import hidden
 from .term import Dense, NormResult, PerExampleGrads, Strategy, squared_norms, to_float32
 
 __all__ = ["ComputedGrads"]
@@ -88,15 +89,18 @@ class ComputedGrads(PerExampleGrads):
             return None
         left, right = (to_float32(side).squeeze(1).square() for side in self.inner.tensors)
         factor = self.factor.square()
+        lost = (left.sum(1) + right.sum(1)) * (hidden(left.dtype) * factor.sum())
         if self.along is None or self.back is None:
-            return NormResult((left * (right @ factor.mT)).sum(1))
+            return NormResult((left * (right @ factor.mT)).sum(1), absolute=lost)
         back = self.products if self.back is self.along else self._row_products(self.back)
         along = self.products if self.by_row else self.products.sum(1, keepdim=True)
         factor = factor.flatten().expand(len(self.back))
         taken = along.square() * self.back.square().sum(1)
         whole = (left @ factor) * right.sum(1)
         squared, scale = whole + (taken - 2 * along * back) @ factor, whole + taken @ factor
-        return NormResult(reliable(squared, scale, lambda: self._measured_again(squared, scale)), absolute=4 * scale)
+        return NormResult(
+            reliable(squared, scale, lambda: self._measured_again(squared, scale)), absolute=4 * scale + lost
+        )
 
     def _measured_again(self, squared: Tensor, scale: Tensor) -> Tensor:
         """``squared`` [B] with what lost its digits measured directly."""

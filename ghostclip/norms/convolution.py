@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ghostclip.native.shifts import shifted_products, shifts_are_there
 
+from .affine import hidden_in_product
 from .outer import OuterProduct, chunks, direct, reliable
 from .term import (
     NormResult,
@@ -32,6 +33,7 @@ from .term import (
     Strategy,
     product_of_sizes,
     split_examples,
+    squared_sizes,
     to_float32,
 )
 
@@ -211,7 +213,10 @@ class ConvGrads(PerExampleGrads):
         found = windowed_gram(images, grads, self.shape[2:], self.geometry.padding, self.geometry.dilation)
         squared, scale = (each.view(-1, self.geometry.groups).sum(1) for each in found)
         squared = reliable(squared, scale, lambda: self._by_patches().squared_norms)
-        return NormResult(squared, absolute=scale * self._positions)
+        taps = math.prod(self.shape[2:])
+        sizes = squared_sizes(self.grads), squared_sizes(self.images) * taps
+        lost = hidden_in_product(sizes[0], self.grads.shape[1], sizes[1], self.images.shape[1] * taps)
+        return NormResult(squared, absolute=(scale + lost) * self._positions)
 
     def absolute(self) -> Tensor | None:
         if self._positions == 1:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ghostclip.native.gram import gram_is_there, half_gram
 
+from .affine import hidden_in_product
 from .term import (
     Dense,
     NormResult,
@@ -30,6 +31,7 @@ from .term import (
     product_of_sizes,
     split_examples,
     squared_norms,
+    squared_sizes,
     to_float32,
 )
 
@@ -137,7 +139,9 @@ class OuterProduct(PerExampleGrads):
         """One position: the norm of an outer product is the product of the norms (Goodfellow 2015)."""
         if self.left.shape[1] != 1:
             return None
-        return NormResult(self._by_example(squared_norms(self.left) * squared_norms(self.right)))
+        left, right = squared_norms(self.left), squared_norms(self.right)
+        lost = hidden_in_product(left, self.left.shape[2], right, self.right.shape[2])
+        return NormResult(self._by_example(left * right), absolute=self._by_example(lost))
 
     def candidates(self) -> dict[str, Strategy]:
         batch, positions, outputs = self.left.shape
@@ -166,7 +170,7 @@ class OuterProduct(PerExampleGrads):
         left, right = to_float32(self.left), to_float32(self.right)
         squared, scale = form(left, right)
         squared = reliable(squared, scale, lambda: direct(left, right))
-        return NormResult(self._by_example(squared), absolute=self._by_example(scale) * left.shape[1])
+        return NormResult(self._by_example(squared), absolute=self._by_example(scale) * left.shape[1] + self.hidden())
 
     def by_direct(self, keep: bool = False) -> NormResult:
         """The direct form; ``keep`` keeps the gradients."""
@@ -176,7 +180,17 @@ class OuterProduct(PerExampleGrads):
         return NormResult(squared, None if kept is None else kept.view(self.examples, *self.shape))
 
     def absolute(self) -> Tensor | None:
-        return None if self.left.shape[1] == 1 else self._by_example(self.squared_sizes())
+        return self.hidden() if self.left.shape[1] == 1 else self._by_example(self.squared_sizes())
+
+    def hidden(self) -> Tensor:
+        """What underflow may hide of squared norms [B] that are formed of products of both sides with themselves.
+
+        An inner product of two rows of d numbers loses d of the smallest normal numbers at most. It is multiplied with
+        one of the other side; these are at most ``T sum_t |row_t|^2`` together.
+        """
+        positions, sizes = self.left.shape[1], [squared_sizes(side) for side in (self.left, self.right)]
+        found = hidden_in_product(sizes[0], self.left.shape[2], sizes[1], self.right.shape[2])
+        return self._by_example(found * positions)
 
     def squared_sizes(self) -> Tensor:
         """[B * groups]: ``(sum_t |left_t| |right_t|)^2`` of several uses, and at least that of one."""

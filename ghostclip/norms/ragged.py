@@ -78,6 +78,7 @@ class RowIndex:
         gram, direct = positions * self._pairs * (outputs + inputs), 2 * len(self) * outputs * inputs
         if gram > direct or not gram_is_there(term.left):
             return None
+        lost = self.sums(term.hidden()) * self._counts
         if not bool((self.index[1:] >= self.index[:-1]).all()):
             term = term.pick(self._order)
         left, right = (to_float32(side).flatten(0, 1) for side in (term.left, term.right))
@@ -85,7 +86,7 @@ class RowIndex:
         squared, scale = ragged_gram(left, right, positions * starts)
         if not bool(gram_is_reliable(squared, scale).all()):
             return None
-        return NormResult(squared, absolute=scale * positions * self._counts)
+        return NormResult(squared, absolute=scale * positions * self._counts + lost)
 
     def entries(self) -> Sequence[Tensor]:
         """[B] tensors, the rows of each example."""

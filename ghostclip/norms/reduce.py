@@ -15,6 +15,12 @@ So each of the two is given MARGIN / 2 = 4 u, and a norm is made larger by MARGI
 of 5e-7 sqrt(T) in float32. The worst case of all roundings, T u S, is not covered; it takes T errors of one sign.
 
 Of several terms the margin is MARGIN u sqrt(sum_k S_k^2), since errors of different parameters are orthogonal.
+
+Underflow: a square or a product below the smallest normal number may become zero, where it is a sum of squares that
+loses it, or a factor of a product of which the other one is large. So n squares count as at least n times that number.
+What this adds to a squared norm is stated as a part of S^2, `hidden` for each unit of squared norm, so that the margin
+covers it: it is below 1e-14 of any norm that matters, but keeps the weight of an example bounded whose gradient is
+1e-23, and that of one whose inputs of 1e-23 meet gradients of 1e+19.
 """
 
 from __future__ import annotations
@@ -26,8 +32,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["all_finite", "margin", "norms", "rounding_margin"]
+__all__ = ["Parts", "all_finite", "hidden", "margin", "norms", "rounding_margin"]
 
+# A sum of vectors [B], each with a factor.
+Parts = Sequence[tuple[Tensor, float]]
 # Errors that measuring and summing may leave together, in units of roundoff (half of eps).
 MARGIN = 8.0
 
@@ -38,14 +46,29 @@ def norms(squared: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.atleast_2d(parts).sum(0, dtype=dtype).sqrt_()
 
 
-def rounding_margin(absolute: Sequence[Tensor]) -> Tensor:
-    """What a norm [B] is made larger by before a weight is computed from it.
+def rounding_margin(squared: Sequence[Tensor], absolute: Parts, numbers: int) -> Tensor | float:
+    """What a norm [B] is made larger by before a weight is computed from it; one number for all where that is enough.
 
     Args:
-        absolute: `PerExampleGrads.absolute` [B] of every term of the norm that has one; at least one.
+        squared: of every term of the norm, [B].
+        absolute: `PerExampleGrads.absolute` [B] of every term that has one, in parts.
+        numbers: at least as many as the terms' parameters have.
     """
-    eps = max([torch.finfo(each.dtype).eps for each in absolute])
-    return torch.stack(list(absolute)).sum(0).sqrt_().mul_(MARGIN / 2 * eps)
+    lost = numbers * max([torch.finfo(each).tiny for each in {each.dtype for each in squared}], default=0.0)
+    if not absolute:
+        return math.sqrt(lost)
+    units = max([MARGIN / 2 * torch.finfo(each).eps for each in {each.dtype for each, _ in absolute}])
+    sums = []
+    for group in ([part for part in absolute if part[1] == 1.0], [part for part in absolute if part[1] != 1.0]):
+        if group:  # the largest factor stands for all: they say what underflow hides, which is next to nothing
+            sums.append(torch.stack([each for each, _ in group]).sum(0).mul_(max([factor for _, factor in group])))
+    return sum(sums[1:], sums[0]).add_(lost / units**2).sqrt_().mul_(units)
+
+
+@functools.cache
+def hidden(dtype: torch.dtype) -> float:
+    """What `PerExampleGrads.absolute` has to state so that the margin covers the smallest normal number, squared."""
+    return torch.finfo(dtype).tiny / (MARGIN / 2 * torch.finfo(dtype).eps) ** 2
 
 
 def all_finite(*vectors: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.native.rows import add_rows, chained_squared_norms, chains_are_there
 
+from .affine import hidden_in_product
 from .outer import chunks
 from .term import (
     NormResult,
@@ -147,7 +148,9 @@ class BagGrads(PerExampleGrads):
         if factors is None:
             factors = gradients.new_ones(()).expand(self.indices.shape)
         counts, _ = lookup_squared_norms(self.indices, factors.unsqueeze(2))
-        return NormResult(counts * squared_norms(gradients))
+        squared, known = squared_norms(gradients), self.absolute()
+        lost = hidden_in_product(counts, self.indices.shape[1], squared, gradients.shape[1])
+        return NormResult(counts * squared, absolute=lost if known is None else known + lost)
 
     def absolute(self) -> Tensor | None:
         if self.factors is None:

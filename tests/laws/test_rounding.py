@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ghostclip
-from ghostclip.clipping import Automatic, PerLayer
+from ghostclip.clipping import Automatic, AutoV, Composed, Custom, PerLayer, Whole
 
 
 def moved(model: nn.Module, losses, batch: tuple[Tensor, ...], clipper: ghostclip.GhostClipper) -> float:
@@ -129,3 +129,68 @@ def test_pixels_that_cancel(shape):
 def test_branches_that_cancel(factor, kind):
     model = ghostclip.wrap(FanOut(factor, kind))
     assert worst(model, lambda model, inputs: model(inputs), cancelling.fan_out_batches(4)) <= SHARE
+
+
+UNDERFLOWING = {
+    "linear": (lambda: nn.Linear(1000, 1, bias=False), (1000,)),
+    "positions": (lambda: nn.Linear(64, 48, bias=False), (8, 64)),
+    "pixels": (lambda: nn.Conv2d(16, 24, 3, bias=False), (16, 5, 5)),
+    "groups": (lambda: nn.Conv2d(16, 24, 3, groups=2, bias=False), (16, 5, 5)),
+    "bag": (lambda: Bag(), (6,)),
+    "tied": (lambda: Twice(64), (3, 64)),
+    "recurrent": (lambda: Last(), (5, 32)),
+}
+
+
+class Bag(nn.EmbeddingBag):
+    """Row r with weight x[r]."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 1000, mode="sum")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.arange(6).expand(len(x), 6), per_sample_weights=x)
+
+
+class Last(nn.GRU):
+    def __init__(self) -> None:
+        super().__init__(32, 16, bias=False, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", UNDERFLOWING)
+def test_inputs_whose_squares_are_zero_beside_huge_gradients(name: str, strategy: str) -> None:
+    """Squares of 3e-23 are zero in float32, and their products with a slope of 1e+18 are not."""
+    make, shape = UNDERFLOWING[name]
+    torch.manual_seed(0)
+    for second_pass in SECOND_PASSES:
+        for policy in (1e-4, Automatic(1e-4), PerLayer(1e-4)):
+            model = ghostclip.wrap(make())
+            clipper = ghostclip.GhostClipper(model, policy, norm_strategy=strategy, second_pass=second_pass)
+            inputs = torch.full((1, *shape), 2.6e-23)
+            clipper.backward(model(inputs).flatten(1).sum(1) * 1.5e18)
+            total = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+            assert total**0.5 <= 1e-4
+
+
+POLICIES = {
+    "function": lambda: Custom(lambda norms: 1 / norms, 1.0),
+    "by norm": lambda: Composed(Whole(), 1.0, AutoV()),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("margin", [45.0, 50.0, 52.0, 56.0, 70.0, 90.0])
+def test_weights_of_gradients_whose_squares_are_zero(policy: str, margin: float) -> None:
+    """An example that the model is sure of, and right about, has a gradient of e^-margin."""
+    model = nn.Sequential(nn.Linear(1000, 1), nn.Unflatten(1, (1, 1)), nn.Linear(1, 1))
+    nn.init.constant_(model[0].weight, 1e-3)
+    nn.init.ones_(model[2].weight)
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(model), POLICIES[policy]())
+    logits = model(torch.full((1, 1000), margin)).flatten()
+    clipper.backward(F.softplus(-logits))
+    total = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+    assert 0 < total**0.5 <= clipper.clipping.sensitivity
