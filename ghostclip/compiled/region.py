@@ -67,8 +67,9 @@ class Region:
             if not self._on_cuda:
                 # With channels last in between, norms would be read crosswise (a CNN's step: 1.18 of this one).
                 settings["layout_optimization"] = False
-            with config.patch(settings), _cached():
-                given: list[Any] = [tensor.detach() for tensor in inputs]
+            mode = _fake_mode()
+            given: list[Any] = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in inputs]
+            with config.patch(settings), _cached(mode):
                 self._run: Any = _in_place(graph, given, lasting) if self._on_cuda else inductor.compile(graph, given)
                 self(*inputs)
         self.seconds = time.perf_counter() - started
@@ -83,16 +84,22 @@ class Region:
             return self._run(*inputs)
 
 
-def _cached() -> AbstractContextManager[Any]:
-    """Inside, inductor takes compiled code from its cache on disk, where an earlier process left it.
-
-    It looks there only where sizes could be symbols, which none here is.
-    """
-    from torch._guards import TracingContext, tracing
+def _fake_mode() -> Any:
+    """Where inputs are given fakes, whose sizes are numbers: of tensors inductor takes all sizes for symbols."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)))
+    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
+def _cached(mode: Any) -> AbstractContextManager[Any]:
+    """Inside, inductor takes compiled code from its cache on disk, where an earlier process left it.
+
+    It looks there only where sizes could be symbols, as those of `_fake_mode` could.
+    """
+    from torch._guards import TracingContext, tracing
+
+    return tracing(TracingContext(mode))
 
 
 def _in_place(graph: GraphModule, inputs: Sequence[Tensor], lasting: int) -> Any:

@@ -13,12 +13,13 @@ from cases import CASES
 from comparing import TOLERANCE, assert_close, every_pass, truth, typical_norm
 from graphs import Interpreted, assert_as_eager, interpret
 from scipy.stats import binom
+from torch._inductor.utils import run_and_get_code
 from torch.utils._pytree import tree_leaves
 
 import ghostclip
 from ghostclip.clipping import Custom, PerLayer
 from ghostclip.compiled import clip as compiling
-from ghostclip.compiled import trial
+from ghostclip.compiled import region, trial
 from ghostclip.compiled.signature import capacity_for
 
 
@@ -482,3 +483,19 @@ def test_a_loss_function_that_fills_gradients_is_refused_compiled_too():
 
     with pytest.raises(ghostclip.GradientLeakError):
         clipper.clip(losses, inputs)
+
+
+def test_a_graph_is_made_for_the_sizes_that_it_has(monkeypatch):
+    """Sizes as symbols, as inductor takes them by itself, made a graph's kernels divide by them for every number."""
+    monkeypatch.undo()
+    inputs = [torch.randn(8, 1, 6, 6), torch.randn(3, 1, 3, 3)]
+
+    def step(images, weight):
+        pooled = torch.ops.aten.max_pool2d_with_indices(torch.conv2d(images, weight), [2, 2])[0]
+        return (pooled.tanh(),)
+
+    graph = region.trace(step, inputs, [each + 1 for each in inputs])
+    with torch._inductor.config.patch(force_disable_caches=True):
+        made, (code,) = run_and_get_code(region.Region, graph, inputs)
+    assert "ks0" not in code
+    torch.testing.assert_close(made(*inputs), step(*inputs))
