@@ -59,7 +59,8 @@ class ParameterSums:
         if owner in self.totals:
             self.totals[owner][slice(*rows) if rows else ...] += amount
         elif rows is None:
-            self.totals[owner] = amount.contiguous()
+            # An optimizer is slow on gradients that lie otherwise than their parameters, as those of convolutions may.
+            self.totals[owner] = amount if amount.stride() == parameter.stride() else amount.contiguous()
         else:
             # Not zeros_like: the memory of a sharded model's whole Parameter may be freed.
             total = self.totals[owner] = torch.zeros(parameter.shape, dtype=amount.dtype, device=amount.device)

@@ -109,22 +109,38 @@ static void NAME(turn)(REAL *kept, const REAL *tile, long weights, long rows, lo
         }
 }
 
-/* framed [inputs, height + 2 pad, width + 2 pad]: an image with zeros around it. */
-static void NAME(frame)(REAL *framed, const REAL *image, long inputs, struct NAME(line) down, struct NAME(line) along) {
+/* framed [inputs, height + 2 pad, width + 2 pad]: an image with zeros around it. With ``last`` its channels are its last
+ * axis. */
+static void NAME(frame)(REAL *framed, const REAL *image, long inputs, struct NAME(line) down, struct NAME(line) along,
+                        int last) {
     const long width = along.length + 2 * along.pad, height = down.length + 2 * down.pad;
     for (long c = 0; c < inputs; c++)
-        for (long y = 0; y < down.length; y++)
-            memcpy(framed + (c * height + down.pad + y) * width + along.pad, image + (c * down.length + y) * along.length,
-                   along.length * sizeof(REAL));
+        for (long y = 0; y < down.length; y++) {
+            REAL *into = framed + (c * height + down.pad + y) * width + along.pad;
+            if (last) {
+                const REAL *from = image + y * along.length * inputs + c;
+                for (long x = 0; x < along.length; x++) into[x] = from[x * inputs];
+            } else {
+                memcpy(into, image + (c * down.length + y) * along.length, along.length * sizeof(REAL));
+            }
+        }
+}
+
+/* packed [places, COLUMNS]: so many of a gradient's outputs, which are its last axis, and zeros beside them. */
+static void NAME(gather)(REAL *packed, const REAL *gradient, long outputs, long count, long places) {
+    for (long place = 0; place < places; place++, packed += COLUMNS, gradient += outputs) {
+        memset(packed, 0, COLUMNS * sizeof(REAL));
+        memcpy(packed, gradient, count * sizeof(REAL));
+    }
 }
 
 /* squared [batch] and, unless it is null, kept [batch, outputs, inputs, row_taps, column_taps], for a convolution over
- * images [batch, inputs, height, width] with gradients [batch, outputs, rows, columns], of examples [first, last).
- * Returns 0, or 1 where there is no memory. */
+ * images [batch, inputs, height, width] with gradients [batch, outputs, rows, columns], of examples [first, last). Where
+ * images_last or gradients_last isn't 0, channels are the last axis in memory. Returns 0, or 1 where there is no memory. */
 int NAME(shifts)(const REAL *images, const REAL *gradients, REAL *squared, REAL *kept, long inputs, long outputs,
                  long height, long width, long rows, long columns, long row_taps, long column_taps, long row_pad,
-                 long column_pad, long row_step, long column_step, long row_stride, long column_stride, long first,
-                 long last) {
+                 long column_pad, long row_step, long column_step, long row_stride, long column_stride,
+                 long images_last, long gradients_last, long first, long last) {
     const struct NAME(line) down = {height, rows, row_taps, row_pad, row_step, row_stride};
     const struct NAME(line) along = {width, columns, column_taps, column_pad, column_step, column_stride};
     const long tall = height + 2 * row_pad, broad = width + 2 * column_pad, places = rows * columns;
@@ -147,12 +163,15 @@ int NAME(shifts)(const REAL *images, const REAL *gradients, REAL *squared, REAL 
         taps[w] = framed + (c * tall + y) * broad + x;
     }
     for (long example = first; example < last; example++) {
-        NAME(frame)(framed, images + example * inputs * height * width, inputs, down, along);
+        NAME(frame)(framed, images + example * inputs * height * width, inputs, down, along, images_last != 0);
         double total = 0;
         for (long p = 0; p < outputs; p += COLUMNS) {
             const long count = LESSER(COLUMNS, outputs - p);
             const int vectors = count > LANES ? PANEL : 1;
-            NAME(pack)(packed, gradients + (example * outputs + p) * places, places, count, places);
+            if (gradients_last)
+                NAME(gather)(packed, gradients + example * outputs * places + p, outputs, count, places);
+            else
+                NAME(pack)(packed, gradients + (example * outputs + p) * places, places, count, places);
             memset(tile, 0, group * COLUMNS * sizeof(REAL));
             for (long w = 0; w < weights; w += group) {
                 const long some = LESSER(group, weights - w);

@@ -112,11 +112,12 @@ class ChaCha(Normal):
             divisor: what the sums are divided by.
 
         Returns:
-            Whether it was done; False, and nothing was touched, unless all are contiguous, float32 and on the CPU.
+            Whether it was done; False, and nothing was touched, unless all are float32, on the CPU, and without gaps in
+            memory, contiguous or in channels_last.
         """
         parts = array("q")
         for tensor in sums:
-            if tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
+            if tensor.dtype != torch.float32 or not tensor.is_cpu or not _is_dense(tensor):
                 return False
             parts.extend((tensor.data_ptr(), tensor.numel()))
         where = parts.buffer_info()[0]
@@ -196,6 +197,10 @@ class DeviceNormal(Normal):
     def fill(self, out: Tensor, std: float) -> None:
         """See `Normal.fill`."""
         out.normal_(0.0, std, generator=self._generator)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _key(seed: int | None) -> bytes:

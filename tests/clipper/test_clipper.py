@@ -306,3 +306,17 @@ def test_unused_parameters_answer_zero_every_time():
     grads = clipper.per_example_grads(project(model.second(x)))
     assert grads["first.weight"].shape == (4, 5, 5)
     assert not grads["first.weight"].any()
+
+
+def test_gradients_lie_in_memory_as_their_parameters():
+    """An optimizer takes half as long again where they don't: parameters in channels_last have such sums."""
+    model = ghostclip.wrap(nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(24, 2)))
+    images, expected = torch.randn(5, 4, 4, 4), {}
+    for layout in (torch.contiguous_format, torch.channels_last):
+        model.to(memory_format=layout)
+        clipper = ghostclip.GhostClipper(model, 1.0)
+        clipper.backward(model(images.to(memory_format=layout)).square().sum(1))
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.stride() == parameter.stride()
+            torch.testing.assert_close(parameter.grad, expected.setdefault(name, parameter.grad))
+        model.zero_grad()

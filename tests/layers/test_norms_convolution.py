@@ -51,10 +51,14 @@ def single(term, each):
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("last", ["nothing", "images", "grads", "both"])
 @pytest.mark.parametrize("name", [name for name in SHAPES if "three" not in name])
-def test_shifts_equal_single_gradients(name, keep, dtype):
+def test_shifts_equal_single_gradients(name, last, keep, dtype):
     term = term_of(name, 4, dtype)
     term.images[1] = torch.inf  # a bad example in between
+    for side in ("images", "grads"):
+        if last in (side, "both"):
+            setattr(term, side, getattr(term, side).movedim(1, -1).contiguous().movedim(-1, 1))
     axes = term.shape[2:], term.geometry.stride, term.geometry.padding, term.geometry.dilation
     squared, *kept = shifted_products(term.images, term.grads, *axes, keep)
     assert bool(kept) == keep

@@ -254,3 +254,14 @@ def test_test_mode_repeats_itself_and_is_not_private() -> None:
 def test_modes_and_seeds_that_do_not_go_together(mode: str, seed: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         noise_source(mode, seed=seed)
+
+
+@pytest.mark.skipif(library("normal") is None, reason="no C compiler here")
+def test_sums_in_channels_last_get_their_noise_where_they_are():
+    """Noise of the first layout read in the order of memory; a copy would leave gradients unlike their parameters."""
+    sums = torch.randn(6, 5, 3, 2).to(memory_format=torch.channels_last)
+    plain = sums.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
+    (found,) = StandardNoise(seed=1).release([sums], 2.0, 4)
+    (expected,) = StandardNoise(seed=1).release([plain], 2.0, 4)
+    assert found is sums
+    assert torch.equal(found.permute(0, 2, 3, 1), expected)
