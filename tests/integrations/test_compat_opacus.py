@@ -299,8 +299,32 @@ def test_the_optimizer_has_what_programs_ask_of_opacus_s() -> None:
     assert 0 < engine.get_epsilon(1e-5) < math.inf
 
 
-def test_the_mode_ghost_returns_the_criterion() -> None:
-    criterion = nn.CrossEntropyLoss()
-    model, _, returned, _ = private(PrivacyEngine(), "words", layers, grad_sample_mode="ghost", criterion=criterion)
-    assert returned is criterion
+@pytest.mark.parametrize(("reduction", "denominator"), [("mean", 8), ("sum", 1)])
+@pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 20.0, 0.1], dtype=torch.float64)])
+def test_the_criterion_of_the_mode_ghost_has_one_loss_for_each_example(
+    weight: Tensor | None, reduction: str, denominator: int
+) -> None:
+    """As in Opacus: no loss is divided by the weights of its batch, and the default follows loss_reduction."""
+    criterion = None if weight is None else nn.CrossEntropyLoss(weight, reduction=reduction)
+    model, optimizer, returned, loader = private(
+        PrivacyEngine(), "images", layers, grad_sample_mode="ghost", criterion=criterion, loss_reduction=reduction
+    )
     assert model._module is model
+    for step in train(loader, model, optimizer, lambda model, batch: returned(model(batch[0]), batch[1])):
+        alone = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1], weight, reduction="sum")  # noqa: E731
+        assert_by_hand(step, alone, denominator)
+    assert criterion is None or criterion.reduction == reduction
+
+
+def test_the_criterion_of_the_mode_ghost_takes_the_shape_of_token_outputs() -> None:
+    *_, mean, _ = private(PrivacyEngine(), "words", layers, grad_sample_mode="ghost")
+    *_, total, _ = private(PrivacyEngine(), "words", layers, grad_sample_mode="ghost", loss_reduction="sum")
+    outputs, targets = torch.randn(3, 4, 5), torch.randint(0, 5, (3, 4))
+    targets[0, 1:], targets[1] = -100, -100
+    alone = [nn.functional.cross_entropy(outputs[row], targets[row], reduction="sum") for row in range(3)]
+    flat = outputs.view(12, 5), targets.view(12)
+    assert_close = torch.testing.assert_close
+    assert_close(mean(*flat, shape=outputs.shape), (alone[0] / 1 + alone[1] / 1 + alone[2] / 4) / 3)
+    assert_close(mean(flat[0], target=flat[1], shape=outputs.shape), mean(*flat, shape=outputs.shape))
+    assert_close(total(*flat, shape=outputs.shape), sum(alone))
+    assert_close(mean(*flat), sum(alone) / 12)

@@ -192,6 +192,11 @@ def foreign_loader() -> None:
         (lambda: words(clipping="per_layer"), ValueError, "a list of 5 norms"),
         (lambda: words(grad_sample_mode="no_op"), ValueError, "per_example_grads"),
         (lambda: words(wrap_model=False), ValueError, "same object"),
+        (
+            lambda: words(grad_sample_mode="ghost", criterion=nn.CrossEntropyLoss(reduction="sum")),
+            ValueError,
+            r"criterion\.reduction must be 'mean'.*'sum'",
+        ),
         (lambda: words(max_grad_nrom=1.0), TypeError, r"make_private\(\) has no option 'max_grad_nrom'; it takes"),
         (lambda: words()[1].grad_samples, AttributeError, "per_example_grads"),
         (foreign_loader, TypeError, "make_private"),

@@ -17,6 +17,7 @@ from ghostclip.compat.opacus.accountants import Accountant, create_accountant
 from ghostclip.compat.opacus.backward import ScalarLosses, TrialHook, ZeroGrad
 from ghostclip.compat.opacus.checkpoints import load_opacus_names
 from ghostclip.compat.opacus.core import CoreEngine, expected_batch_size
+from ghostclip.compat.opacus.criteria import reduced
 from ghostclip.compat.opacus.loaders import DPDataLoader
 from ghostclip.compat.opacus.optimizer import DPOptimizer
 from ghostclip.compat.opacus.validators import ModuleValidator
@@ -130,7 +131,8 @@ class OpacusEngine:
             data_loader: of a map-style dataset. Its ``collate_fn`` is kept and its sampler replaced.
             noise_multiplier: standard deviation of the noise over the sensitivity.
             max_grad_norm: the clipping norm; with ``clipping="per_layer"`` a list of norms, one per trained parameter.
-            criterion: with ``grad_sample_mode="ghost"`` only; it is returned unchanged. None: CrossEntropyLoss.
+            criterion: with ``grad_sample_mode="ghost"`` only. What is returned for it computes one loss for each
+                example, and their mean or sum. None: CrossEntropyLoss.
             options: Opacus's keyword arguments.
                 ``batch_first`` (True): whether dimension 0 holds the examples in layers that have no ``batch_first``
                 of their own; else dimension 1 does.
@@ -142,7 +144,7 @@ class OpacusEngine:
                 ``noise_generator`` (None): a generator whose initial seed makes noise and batches repeatable. Then
                 epsilon is inf.
                 ``grad_sample_mode`` ("hooks"): also "functorch", "ew" or "ghost". All give the same sums; "ghost"
-                returns the criterion too.
+                returns a criterion too.
                 ``rand_on_empty`` (False): True hands out a batch of one row of ones in place of an empty one, for
                 models that can't take 0 rows. Its gradients are dropped.
                 ``wrap_model`` (True) takes no other value.
@@ -157,6 +159,7 @@ class OpacusEngine:
             ValueError, TypeError: an argument is unknown, out of range or not supported.
         """
         chosen = _chosen(options)
+        reducing = reduced(criterion, chosen.loss_reduction) if chosen.grad_sample_mode == "ghost" else None
         optimizer = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
         expected = expected_batch_size(_examples_in(data_loader), len(data_loader))
         mean, batch_dims = chosen.loss_reduction == "mean", (0,) if chosen.batch_first else (1, 0)
@@ -172,9 +175,7 @@ class OpacusEngine:
                               expected_batch_size=expected)  # fmt: skip
         self._undo.append(private.handle)
         loader = DPDataLoader(engine, data_loader, chosen.rand_on_empty)
-        if chosen.grad_sample_mode == "ghost":
-            return module, private, nn.CrossEntropyLoss() if criterion is None else criterion, loader
-        return module, private, loader
+        return (module, private, loader) if reducing is None else (module, private, reducing, loader)
 
     def make_private_with_epsilon(
         self, *, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader[Any], target_epsilon: float,
