@@ -238,6 +238,16 @@ def test_a_copy_of_the_model_is_a_model_alone() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_of_the_optimizer_leaves_others_as_they_are(way: Any) -> None:
+    model, optimizer, loader = words()
+    other = way(optimizer)
+    assert type(other) is torch.optim.SGD
+    assert other.state_dict() == optimizer.state_dict()
+    for each in train(loader, model, optimizer, mean_loss):
+        assert_by_hand(each, mean_loss, 8)
+
+
 def test_what_one_accountant_counts_needs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     first, second = PrivacyEngine(), PrivacyEngine()
     model, optimizer, loader = private(first, "words", layers, noise_multiplier=1.0)

@@ -65,6 +65,13 @@ class DPOptimizer(Optimizer):
     def __repr__(self) -> str:
         return repr(self.original_optimizer)
 
+    def __reduce__(self) -> Any:
+        """A copy is one of the user's optimizer, since one of the model isn't the engine's either.
+
+        Torch's own way would wrap `step` of this class in the user's hooks, for all optimizers.
+        """
+        return _itself, (self.original_optimizer,)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The parameter groups of the user's optimizer."""
@@ -200,3 +207,7 @@ class DPOptimizer(Optimizer):
     def _call_step_hook(self, *_: Any) -> None:
         if self.step_hook is not None:
             self.step_hook(self)
+
+
+def _itself(optimizer: Optimizer) -> Optimizer:
+    return optimizer
