@@ -1876,14 +1876,14 @@ INTEGRATED = [
     Mutant(
         "a warning of steps that the accountant counts",
         "ghostclip/compat/opacus/accountants.py",
-        "        return events in self._engines\n",
+        "        return engine in self.engines\n",
         "        return False\n",
         ("tests/integrations/test_compat_opacus_refusals.py", "-k", "warning"),
     ),
     Mutant(
         "no warning of steps that another accountant counts",
         "ghostclip/compat/opacus/accountants.py",
-        "        return events in self._engines\n",
+        "        return engine in self.engines\n",
         "        return True\n",
         ("tests/integrations/test_compat_opacus_refusals.py", "-k", "warning"),
     ),

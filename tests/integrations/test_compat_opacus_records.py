@@ -24,6 +24,7 @@ from ghostclip.compat.opacus import (
     import_history,
     layers,
 )
+from ghostclip.errors import PrivacyError
 from ghostclip.events import SampledGaussian
 from ghostclip.ledger import Ledger
 
@@ -47,6 +48,53 @@ def test_another_accountant_takes_over_what_was_counted() -> None:
     assert sorted(engine.accountant.history) == [(1.2, 0.2, 10), (2.0, 0.1, 1)]
     with pytest.raises(TypeError, match="must be an RDPAccountant or a PRVAccountant"):
         engine.accountant = object()
+
+
+def test_steps_that_programs_put_into_the_history_count() -> None:
+    """As lists are assigned and appended to in Opacus."""
+    expected = RDPAccountant()
+    expected.load_state_dict({"history": [(1.2, 0.2, 5), (2.0, 0.1, 7)]})
+    accountant = RDPAccountant()
+    accountant.history = [(3.0, 0.5, 1)]
+    accountant.history = [(2.0, 0.1, 3)]
+    accountant.history.append((1.2, 0.2, 5))
+    accountant.history += [(2.0, 0.1, 4)]
+    assert sorted(accountant.history) == [(1.2, 0.2, 5), (2.0, 0.1, 7)]
+    assert accountant.get_epsilon(1e-5) == expected.get_epsilon(1e-5) > 0
+
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, "words", layers, noise_multiplier=1.2)
+    engine.accountant.history.append((2.0, 0.1, 7))
+    engine.accountant = RDPAccountant()
+    list(train(loader, model, optimizer, mean_loss))
+    with pytest.raises(PrivacyError, match=r"none is taken back; .*load_state_dict"):
+        engine.accountant.history = []
+    assert engine.get_epsilon(1e-5) == expected.get_epsilon(1e-5)
+
+
+def test_a_model_made_private_again_for_a_second_phase() -> None:
+    """By another optimizer, over the loader of the first phase; then by another engine of the same accountant."""
+    engine, other = PrivacyEngine(accountant="rdp"), PrivacyEngine(accountant="rdp")
+    other.accountant = engine.accountant
+    model, optimizer, loader = private(engine, "words", layers, noise_multiplier=1.0)
+    list(train(loader, model, optimizer, mean_loss))
+
+    def again(by: PrivacyEngine) -> Any:
+        return by.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=loader,
+            noise_multiplier=1.0, max_grad_norm=1.0,
+        )  # fmt: skip
+
+    for by in (engine, other):
+        _, optimizer, loader = again(by)
+        assert engine.get_epsilon(1e-5) > 0
+        list(train(loader, model, optimizer, mean_loss))
+    assert other.accountant.history == engine.accountant.history == [(1.0, 0.2, 15)]
+    assert other.get_epsilon(1e-5) == engine.get_epsilon(1e-5) > 0
+    model.load_state_dict(model.state_dict())
+    for ask in (lambda: again(engine), lambda: engine.get_epsilon(1e-5)):
+        with pytest.raises(PrivacyError, match="changed outside"):
+            ask()
 
 
 @pytest.mark.parametrize("orders", [[], [0.5, 2.0], [math.nan], [math.inf]])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from scipy.special import logsumexp
@@ -28,40 +28,72 @@ FINENESS, MARGIN = 1 / 24, 14.0
 MOST_NOISE = 1e6
 
 
+class Charging(Protocol):
+    """An engine, as an accountant sees it."""
+
+    def charged(self) -> Sequence[Event]:
+        """All that it charged."""
+
+
 class Accountant(ABC):
     """Counts the steps that engines charged, and those that were loaded or noted by hand.
 
-    Nothing is ever taken back. Loading a state adds its steps, even if the state is this accountant's own.
+    Nothing that was charged is ever taken back. Loading a state adds its steps, even if the state is this
+    accountant's own.
     """
 
     name: ClassVar[str]
 
     def __init__(self) -> None:
         self._noted: list[Event] = []
-        self._engines: list[Callable[[], Sequence[Event]]] = []
+        self._shown: History = []  # what `history` gave, and how many of its entries are counted
+        self._told = 0
+        self.engines: list[Charging] = []
 
-    def follow(self, events: Callable[[], Sequence[Event]]) -> None:
-        """Counts the events that ``events()`` returns, now and later."""
-        self._engines.append(events)
+    def follow(self, engine: Charging) -> None:
+        """Counts what an engine charges, now and later."""
+        self.engines.append(engine)
 
-    def follows(self, events: Callable[[], Sequence[Event]]) -> bool:
-        """Whether it counts the events of ``events()``."""
-        return events in self._engines
+    def follows(self, engine: Any) -> bool:
+        """Whether it counts what an engine charges."""
+        return engine in self.engines
 
     def take_over(self, other: Accountant) -> None:
         """Counts all that ``other`` counted, and what its engines charge later."""
+        other._note_appended()
         self._noted += other._noted
-        self._engines += other._engines
+        self.engines += other.engines
+
+    def _note_appended(self) -> None:
+        """Notes what was appended to the list that `history` gave."""
+        self._noted += events_in({"history": self._shown[self._told :]})
+        self._told = len(self._shown)
 
     @property
     def events(self) -> list[Event]:
         """All steps, one event with its count for each mechanism."""
-        return merged([*self._noted, *(event for events in self._engines for event in events())])
+        self._note_appended()
+        return merged([*self._noted, *(event for engine in self.engines for event in engine.charged())])
 
     @property
     def history(self) -> History:
-        """All steps as Opacus lists them: (noise multiplier, sample rate, number of steps)."""
-        return [(event.noise_multiplier, event.sample_rate, event.count) for event in self.events]
+        """All steps as Opacus lists them: (noise multiplier, sample rate, number of steps).
+
+        What is appended to the list counts, as steps over Poisson samples. A list that is assigned takes the place of
+        what was loaded or noted. Once an engine has charged steps, assigning one raises PrivacyError.
+        """
+        self._shown[:] = [(event.noise_multiplier, event.sample_rate, event.count) for event in self.events]
+        self._told = len(self._shown)
+        return self._shown
+
+    @history.setter
+    def history(self, steps: History) -> None:
+        if any(engine.charged() for engine in self.engines):
+            raise PrivacyError(
+                "history can't be replaced: an engine charged steps, of which none is taken back; to add others call "
+                'accountant.load_state_dict({"history": [...]})'
+            )
+        self._noted, self._told = events_in({"history": steps}), len(self._shown)
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Adds one step over a Poisson sample that no engine of this package took.
@@ -115,7 +147,7 @@ class Accountant(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Opacus's ``history`` and ``mechanism``, and ``events``, which also say how examples were drawn."""
-        return {"history": self.history, "mechanism": self.name, "events": [encoded(each) for each in self.events]}
+        return {"history": [*self.history], "mechanism": self.name, "events": [encoded(each) for each in self.events]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Adds the steps of a ``state_dict()``, of an accountant of this module or of Opacus, of either mechanism.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from ghostclip.compat.opacus.accountants import Accountant
 from ghostclip.engine import PrivacyEngine
@@ -99,20 +100,35 @@ class CoreEngine(PrivacyEngine):
     """The engine that samples, clips, charges and adds noise; its losses come from `ScalarLosses`.
 
     Args:
+        model: in training. Engines of the same accountant that trained it before are taken over from.
         counted_by: the accountant that counts its steps.
         args, options: as for `PrivacyEngine`.
+
+    Raises:
+        PrivacyError: trained parameters changed since the last step of such an engine, or as `PrivacyEngine`.
     """
 
     _sampled_by = LoaderBatches
 
-    def __init__(self, *args: Any, counted_by: Accountant, **options: Any) -> None:
+    def __init__(self, model: nn.Module, *args: Any, counted_by: Accountant, **options: Any) -> None:
         self._counted_by = counted_by
-        super().__init__(*args, **options)
-        counted_by.follow(self.charged)
+        self._later: list[CoreEngine] = []  # engines that watch all parameters of this one, too
+        parameters = set(model.parameters())
+        earlier = [
+            each
+            for each in counted_by.engines
+            if isinstance(each, CoreEngine) and parameters.issuperset(each.model.parameters())
+        ]
+        for each in earlier:
+            each.charged()
+        super().__init__(model, *args, **options)
+        counted_by.follow(self)
+        for each in earlier:
+            each._later.append(self)
 
     def _how_to_count(self, earlier: PrivacyEngine) -> str | None:
         """What makes the accountant count the steps of an earlier engine; None where it does."""
-        if isinstance(earlier, CoreEngine) and self._counted_by.follows(earlier.charged):
+        if isinstance(earlier, CoreEngine) and self._counted_by.follows(earlier):
             return None
         return "Call accountant.load_state_dict(...) of the new one with the state_dict() of the earlier one's"
 
@@ -141,7 +157,10 @@ class CoreEngine(PrivacyEngine):
         return self._steps.release.sums.count
 
     def charged(self) -> Sequence[Event]:
-        """What was charged; raises PrivacyError where trained parameters moved outside of charged steps."""
-        if not self.is_detached:
+        """What was charged; raises PrivacyError where trained parameters moved outside of charged steps.
+
+        Once a later engine takes steps, they are its to watch.
+        """
+        if not self.is_detached and not any(each.steps_taken for each in self._later):
             self._steps.updates.check()
         return self.events

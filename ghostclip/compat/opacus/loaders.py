@@ -46,6 +46,7 @@ class DPDataLoader:
         limit: the most examples in a physical batch; None: all of a logical batch.
 
     Attributes:
+        given: the user's loader.
         dataset: as given.
         collate_fn: as given.
         sample_rate: the probability with which each example joins a logical batch.
@@ -54,7 +55,7 @@ class DPDataLoader:
     def __init__(self, engine: CoreEngine, given: DataLoader[Any], one_row: bool, limit: int | None = None) -> None:
         self.dataset, self.collate_fn = given.dataset, given.collate_fn
         self.sample_rate = engine.sample_rate
-        self._engine, self._given, self._one_row, self._limit = engine, given, one_row, limit
+        self._engine, self.given, self._one_row, self._limit = engine, given, one_row, limit
         self._examples = len(given.dataset)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
@@ -80,15 +81,15 @@ class DPDataLoader:
                 self._check_gathered(batch)
 
     def __getattr__(self, name: str) -> Any:
-        if name in OF_THE_GIVEN and "_given" in vars(self):
-            return getattr(self._given, name)
+        if name in OF_THE_GIVEN and "given" in vars(self):
+            return getattr(self.given, name)
         if name in ("batch_sampler", "sampler"):
             raise AttributeError(OF_OPACUS.format(name))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def limited(self, most: int) -> DPDataLoader:
         """The same loader with physical batches of at most ``most`` examples."""
-        return DPDataLoader(self._engine, self._given, self._one_row, most)
+        return DPDataLoader(self._engine, self.given, self._one_row, most)
 
     def discard(self) -> None:
         """Leaves the last batch out on purpose. Nothing of it is released, and its step is charged.

@@ -161,6 +161,7 @@ class OpacusEngine:
         chosen = _chosen(options)
         reducing = reduced(criterion, chosen.loss_reduction) if chosen.grad_sample_mode == "ghost" else None
         optimizer = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
+        data_loader = data_loader.given if isinstance(data_loader, DPDataLoader) else data_loader
         expected = expected_batch_size(_examples_in(data_loader), len(data_loader))
         mean, batch_dims = chosen.loss_reduction == "mean", (0,) if chosen.batch_first else (1, 0)
         wrap(module, batch_dim=batch_dims[0])
@@ -199,6 +200,7 @@ class OpacusEngine:
             ValueError: no noise reaches the target, or an argument is out of range.
             PrivacyError, UnsupportedModelError, TypeError, ModuleNotFoundError: as `make_private`.
         """
+        data_loader = data_loader.given if isinstance(data_loader, DPDataLoader) else data_loader
         examples, steps = _examples_in(data_loader), len(data_loader)
         kind: type[SampledRelease] = SampledGaussian
         rate = 1 / steps
