@@ -94,6 +94,8 @@ class Scheduled(lr.Module):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         self.expected = self.trainer.estimated_stepping_batches
+        loader = self.trainer.train_dataloader
+        self.sizes = len(loader.dataset), loader.batch_size, len(loader)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -102,6 +104,7 @@ def test_data_modules_and_schedules(tmp_path):
     module, data = Scheduled(), lr.Data()
     trainer, callback = lr.fit(tmp_path, module, data, engine={"max_physical_batch_size": 3})
     assert module.expected == trainer.global_step == callback.engine.steps_taken == 6
+    assert module.sizes == (24, 8, 3)
     assert data.kinds == {list}
     assert trainer.optimizers[0].param_groups[0]["lr"] == lr.RATE * 0.5**6
 

@@ -11,6 +11,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
+    LambdaCallback,
     LearningRateFinder,
     SpikeDetection,
 )
@@ -30,6 +31,7 @@ SETTINGS = [
     ({"callbacks": [GradientAccumulationScheduler({0: 1, 4: 2})]}, "max_physical_batch_size="),
     ({"callbacks": [LearningRateFinder()]}, "tune on public data"),
     ({"callbacks": [SpikeDetection()]}, "reads private losses"),
+    ({"callbacks": [LambdaCallback(on_before_optimizer_step=print)]}, "LambdaCallback's on_before_optimizer_step"),
     ({"overfit_batches": 1}, "limit_train_batches"),
     ({"reload_dataloaders_every_n_epochs": 1}, "leave it out"),
     ({"precision": "16-true"}, "loss_scale"),
@@ -79,7 +81,19 @@ def test_units_by_a_function_are_those_of_the_rows_that_lightning_made(tmp_path)
     assert (event.unit, event.sample_rate) == ("user", 8 / 12)
 
 
+def elsewhere(folder):
+    """A Trainer of the package that is published under Lightning's older name."""
+    other = pytest.importorskip("pytorch_lightning")
+    module = type("Own", (other.LightningModule,), {
+        "training_step": lambda self, batch, batch_idx: None, "configure_optimizers": lambda self: None,
+    })()  # fmt: skip
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    callback = PrivacyCallback(noise_multiplier=1.0)
+    other.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[callback], **quiet).fit(module, lr.loader())
+
+
 OTHERS = [
+    (elsewhere, "one of pytorch_lightning.*from lightning"),
     (strategy, r"FSDPStrategy .* 'ddp'"),
     (forks, "begins a fit in new processes"),
     (finder, "tune on public data"),
@@ -126,6 +140,7 @@ MODULES = [
      r"training_step .* shape \[\d+, 1\]"),
     ({"training_step": lambda *_: None}, LossShapeError, "training_step .* NoneType.* loss of zero"),
     ({"on_before_optimizer_step": rescales}, PrivacyError, "on_before_optimizer_step"),
+    ({"on_after_backward": rescales}, PrivacyError, "the module's on_after_backward"),
     ({"configure_optimizers": normalises}, UnsupportedModelError, "BatchNorm"),
     ({"manual_step": forgets}, PrivacyError, "had no step"),
     ({"manual_step": lambda self, batch: self.manual_backward(self.losses(batch))}, TypeError, "is a logical batch"),

@@ -49,6 +49,16 @@ class TrainLoader:
             )
         return loader
 
+    @property
+    def dataset(self) -> Any:
+        """The user's own, which hooks of a module ask ``trainer.train_dataloader`` for."""
+        return self.given.dataset
+
+    @property
+    def batch_size(self) -> int:
+        """The expected size of a logical batch."""
+        return self._options.get("batch_size") or self.given.batch_size or 1
+
     def start(self, engine: PrivacyEngine, transfer: Callable[[Any], Any]) -> None:
         """From now on there are batches, whose examples go through ``transfer``."""
         self._engine, self._transfer, self._length = engine, transfer, len(engine.batches())
@@ -57,8 +67,7 @@ class TrainLoader:
         """Steps in an epoch; Lightning may ask before there is an engine."""
         if self._length:
             return self._length
-        size = self._options.get("batch_size") or self.given.batch_size or 1
-        return max(1, round(self._units / size))
+        return max(1, round(self._units / self.batch_size))
 
     @functools.cached_property
     def options(self) -> Mapping[str, Any]:

@@ -27,7 +27,14 @@ __all__ = ["check_accumulation", "check_fabric", "check_options", "check_trainer
 STRATEGY = "the strategy {} has no exact per-example gradients; use 'auto' on one device, or 'ddp'"
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 # Hooks around the backward pass and the step, which the engine takes itself.
-REPLACED = ("backward", "configure_gradient_clipping", "on_before_optimizer_step", "optimizer_step")
+REPLACED = (
+    "backward",
+    "configure_gradient_clipping",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+)
+OF_CALLBACKS = ("on_after_backward", "on_before_optimizer_step")
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -44,10 +51,14 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def check_trainer(trainer: Any, module: lightning.LightningModule, options: Mapping[str, Any]) -> None:
     """Raises PrivacyError for settings that a private fit can't keep."""
+    if lightning.Trainer not in type(trainer).__mro__:
+        raise PrivacyError(
+            f"the Trainer is one of {type(trainer).__module__.partition('.')[0]}, a package of its own; take Trainer "
+            "and LightningModule from lightning: `import lightning.pytorch as pl`"
+        )
     check_accumulation(trainer)
     strategy = type(trainer.strategy)
-    taken = REPLACED if module.automatic_optimization else REPLACED[:1]
-    hooks = [name for name in taken if is_overridden(name, module)]
+    hooks = _hooks(trainer, module)
     found = {
         "gradient_clip_val clips the mean gradient, which bounds no example's part; use PrivacyCallback(clipping=...)":
             trainer.gradient_clip_val,
@@ -56,8 +67,8 @@ def check_trainer(trainer: Any, module: lightning.LightningModule, options: Mapp
         "reload_dataloaders_every_n_epochs would change the data set that the guarantee is about; leave it out":
             trainer.reload_dataloaders_every_n_epochs,
         STRATEGY.format(strategy.__name__): strategy not in (SingleDeviceStrategy, DDPStrategy),
-        f"the module's {', '.join(hooks)} would see or change gradients without noise, or steps that the engine "
-        "takes; leave it out": hooks,
+        f"{', '.join(hooks)} would see or change gradients without noise, or steps that the engine takes; leave it out":
+            hooks,
         "a tuner (lr_find, scale_batch_size, LearningRateFinder, BatchSizeFinder) takes steps on the data and forgets "
         "them; tune on public data, and leave it out of a private fit":
             any(isinstance(each, BatchSizeFinder | LearningRateFinder) for each in trainer.callbacks),
@@ -72,6 +83,18 @@ def check_trainer(trainer: Any, module: lightning.LightningModule, options: Mapp
         if is_there:
             raise PrivacyError(problem)
     _check_precision(str(trainer.precision), options, module.automatic_optimization)
+
+
+def _hooks(trainer: Any, module: lightning.LightningModule) -> list[str]:
+    """Hooks around the backward pass and the step that the module or a callback has, in words."""
+    taken = REPLACED if module.automatic_optimization else REPLACED[:1]
+    found = [f"the module's {name}" for name in taken if is_overridden(name, module)]
+    return found + [
+        f"{type(each).__name__}'s {name}"
+        for each in trainer.callbacks
+        for name in OF_CALLBACKS
+        if name in taken and getattr(getattr(each, name), "__func__", None) is not getattr(lightning.Callback, name)
+    ]
 
 
 def check_units(source: Any, options: Mapping[str, Any]) -> None:
