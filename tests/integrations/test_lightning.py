@@ -184,6 +184,19 @@ def test_validation_and_bfloat16(tmp_path):
     lr.assert_steps_are_hand_written(steps, 2e-2)
 
 
+def test_a_validation_step_may_call_training_step(tmp_path):
+    class Shared(lr.Module):
+        def training_step(self, batch, batch_idx):
+            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+
+        def validation_step(self, batch, batch_idx):
+            self.log("loss", self.training_step(batch, batch_idx=batch_idx).mean())
+
+    trainer = lr.trainer(tmp_path, PrivacyCallback(noise_multiplier=1.0), max_epochs=1)
+    trainer.fit(Shared(), lr.loader(), torch.utils.data.DataLoader(runs.data(), batch_size=8))
+    assert 0 < trainer.callback_metrics["loss"] < 10
+
+
 def as_rank() -> dict[str, Any]:
     """Settings of Trainer or Fabric in one of the forked processes, whose group is there already."""
     assert told()

@@ -152,7 +152,10 @@ class _Turn:
 def _private_step(
     trainer: lightning.Trainer, module: lightning.LightningModule, engine: PrivacyEngine
 ) -> Callable[..., Any]:
-    """``training_step`` for logical batches: a step of the engine, with the user's own on each physical batch."""
+    """``training_step``: for a logical batch a step of the engine, with the user's own on each physical batch.
+
+    For any other batch it is the user's own, as where ``validation_step`` calls it.
+    """
     own, turn = module.training_step, _Turn()
 
     def loss_fn(_: nn.Module, examples: Any) -> Tensor:
@@ -160,7 +163,9 @@ def _private_step(
             return _losses(own(examples, *turn.args))
 
     @functools.wraps(own)
-    def training_step(batch: LogicalBatch, *args: Any) -> Tensor:
+    def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(batch, LogicalBatch):
+            return own(batch, *args, **kwargs)
         turn.args = args
         # Lightning calls it in its own autocast, which is meant for the forward only.
         with torch.autocast(module.device.type, enabled=False):
