@@ -193,6 +193,8 @@ def test_precisions_and_strategies_of_fabric_are_refused():
     fabric = Fabric(accelerator="cpu", devices=1)
     with pytest.raises(TypeError, match="'sigmas' is no option"):
         setup_fabric(fabric, *made, sigmas=1.0)
+    with pytest.raises(PrivacyError, match=r"came from fabric\.setup_dataloaders"):
+        setup_fabric(fabric, *made[:2], fabric.setup_dataloaders(lr.loader()), noise_multiplier=1.0)
     fabric.strategy.__class__ = type("DeepSpeedStrategy", (type(fabric.strategy),), {})
     with pytest.raises(PrivacyError, match="DeepSpeedStrategy"):
         setup_fabric(fabric, *made)

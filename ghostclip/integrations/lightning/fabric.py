@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import lightning
+from lightning.fabric.wrappers import _FabricDataLoader as FabricDataLoader
 from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip.engine import PrivacyEngine
+from ghostclip.errors import PrivacyError
 from ghostclip.integrations.lightning.refusals import check_fabric
 
 __all__ = ["setup_fabric"]
@@ -31,11 +33,16 @@ def setup_fabric(
         (model, optimizer, engine), the first two as ``fabric.setup`` returns them.
 
     Raises:
-        PrivacyError: the strategy or precision can't be private, or `PrivacyEngine` raises it.
+        PrivacyError: the strategy, the precision or ``data`` can't be private, or `PrivacyEngine` raises it.
         TypeError: an option isn't one of `PrivacyEngine`.
         UnsupportedModelError, ValueError: as `PrivacyEngine`.
     """
     check_fabric(fabric, options)
+    if isinstance(data, FabricDataLoader):
+        raise PrivacyError(
+            "data came from fabric.setup_dataloaders, which chooses examples itself; give the DataLoader that it was "
+            "called with, and call fabric.to_device on each physical batch"
+        )
     model, optimizer = fabric.setup(model, optimizer)
     # Fabric refuses a backward that isn't its own where that may scale losses; the precisions that do are refused here.
     vars(model)["_register_backward_hook"] = lambda tensor: tensor
