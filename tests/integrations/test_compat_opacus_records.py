@@ -149,6 +149,21 @@ def test_checkpoints_forget_nothing(tmp_path: Path) -> None:
     assert again.accountant.history == [(1.0, 0.2, 15)]
 
 
+def test_arguments_of_torch_s_functions_reach_them(tmp_path: Path) -> None:
+    engine, path = PrivacyEngine(), tmp_path / "run.pt"
+    model, _, _ = private(engine, "words", layers)
+    engine.save_checkpoint(
+        path=path, module=model, module_state_dict_kwargs={"prefix": "inner."},
+        torch_save_kwargs={"_use_new_zipfile_serialization": False},
+    )  # fmt: skip
+    load = {"path": path, "module": model, "torch_load_kwargs": {"map_location": "meta"}}
+    stored = engine.load_checkpoint(**load, module_load_dict_kwargs={"strict": False})
+    assert all(name.startswith("inner.") for name in stored["module_state_dict"])
+    assert all(value.is_meta for value in stored["module_state_dict"].values())
+    with pytest.raises(RuntimeError, match=r"inner\."):
+        engine.load_checkpoint(**load)
+
+
 def opacus_names(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state of `Characters` as Opacus's wrapper and its recurrent layer name it."""
     found = {}

@@ -268,7 +268,8 @@ class OpacusEngine:
 
     def save_checkpoint(
         self, *, path: str | os.PathLike[str], module: nn.Module, optimizer: Optimizer | None = None,
-        checkpoint_dict: Mapping[str, Any] | None = None,
+        checkpoint_dict: Mapping[str, Any] | None = None, module_state_dict_kwargs: Mapping[str, Any] | None = None,
+        torch_save_kwargs: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Writes the state dicts of model, accountant and optimizer to a file, by ``torch.save``.
 
@@ -276,18 +277,20 @@ class OpacusEngine:
             path: of the file, or what else ``torch.save`` takes.
             module, optimizer: whose states are saved; an optimizer of None is left out.
             checkpoint_dict: {name: value} to save beside them.
+            module_state_dict_kwargs, torch_save_kwargs: arguments of ``module.state_dict`` and ``torch.save``.
         """
         states = {
-            "module_state_dict": module.state_dict(),
+            "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {})),
             "privacy_accountant_state_dict": self.accountant.state_dict(),
         }
         if optimizer is not None:
             states["optimizer_state_dict"] = optimizer.state_dict()
-        torch.save({**(checkpoint_dict or {}), **states}, path)
+        torch.save({**(checkpoint_dict or {}), **states}, path, **(torch_save_kwargs or {}))
 
     def load_checkpoint(
-        self, *, path: str | os.PathLike[str], module: nn.Module, optimizer: Optimizer | None = None
-    ) -> dict[str, Any]:
+        self, *, path: str | os.PathLike[str], module: nn.Module, optimizer: Optimizer | None = None,
+        module_load_dict_kwargs: Mapping[str, Any] | None = None, torch_load_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """Loads a file that `save_checkpoint`, of this class or of Opacus, wrote.
 
         Steps in the file are added to those that the accountant counted, never put in their place.
@@ -295,6 +298,8 @@ class OpacusEngine:
         Args:
             path: of the file. It is read with ``weights_only=True``: tensors and plain data.
             module, optimizer: whose states are loaded; parameters may have Opacus's names.
+            module_load_dict_kwargs: arguments of ``module.load_state_dict``, as ``{"strict": False}``.
+            torch_load_kwargs: arguments of ``torch.load``, as ``{"map_location": "cpu"}``.
 
         Returns:
             All that the file holds.
@@ -303,9 +308,9 @@ class OpacusEngine:
             PrivacyError: a logical batch is unfinished.
             KeyError: the file lacks the state of the model, the accountant or the optimizer.
         """
-        stored = torch.load(path, weights_only=True)
+        stored = torch.load(path, **{**(torch_load_kwargs or {}), "weights_only": True})
         self.accountant.load_state_dict(stored["privacy_accountant_state_dict"])
-        module.load_state_dict(stored["module_state_dict"])
+        module.load_state_dict(stored["module_state_dict"], **(module_load_dict_kwargs or {}))
         if optimizer is not None:
             optimizer.load_state_dict(stored["optimizer_state_dict"])
         self.accept_parameters()
