@@ -62,8 +62,8 @@ CLIPPING = [
     Mutant(
         "square of the norm",
         "ghostclip/clipper/collector.py",
-        "        found = norms(squared, self._dtype)\n",
-        "        found = norms(squared, self._dtype) ** 2\n",
+        "        return norms(squared, self._dtype)\n",
+        "        return norms(squared, self._dtype) ** 2\n",
         CLIPPER,
     ),
     Mutant(
@@ -4821,9 +4821,56 @@ PACKED_AND_AUDITED = [
     ),
 ]
 
+UNDERFLOW = ("tests/laws/test_rounding.py", "-k", "squares")
+
+HIDDEN_SQUARES = [
+    Mutant(
+        "products of two sums of squares hide nothing",
+        "ghostclip/norms/affine.py",
+        "                found.append((left * right, parts))\n",
+        "                found.append((left * right, ()))\n",
+        UNDERFLOW,
+    ),
+    Mutant(
+        "Gram forms hide nothing",
+        "ghostclip/norms/outer.py",
+        "absolute=self._by_example(scale) * left.shape[1] + self.hidden())",
+        "absolute=self._by_example(scale) * left.shape[1])",
+        UNDERFLOW,
+    ),
+    Mutant(
+        "sums of squares hide nothing",
+        "ghostclip/norms/reduce.py",
+        "        return math.sqrt(lost)\n",
+        "        return 0.0\n",
+        UNDERFLOW,
+    ),
+    Mutant(
+        "sums of clipped gradients are contiguous, whatever their parameters are",
+        "ghostclip/clipper/second_pass.py",
+        "amount if amount.stride() == parameter.stride() else amount.contiguous()",
+        "amount.contiguous()",
+        ("tests/clipper/test_clipper.py", "-k", "lie_in_memory"),
+    ),
+    Mutant(
+        "images in channels_last read as if they were contiguous",
+        "ghostclip/native/shifts.py",
+        "    lasts = images_last, grads_last\n",
+        "    lasts = False, grads_last\n",
+        ("tests/layers/test_norms_convolution.py", "-k", "shifts"),
+    ),
+    Mutant(
+        "inductor takes sizes for symbols",
+        "ghostclip/compiled/region.py",
+        "[mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in inputs]",
+        "[tensor.detach() for tensor in inputs]",
+        ("tests/clipper/test_compiled.py", "-k", "sizes_that_it_has"),
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
     *SAME, *WITHIN, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *OF_COMPANY, *AROUND_THE_BATCH,
     *DIFFERENTIATED_TWICE, *BY_MARKS, *CHOSEN_PRIVATELY, *NOISE_OVER_STEPS, *USED, *GRAPHS, *SEARCHED_AND_FROZEN,
-    *PACKED_AND_AUDITED,
+    *PACKED_AND_AUDITED, *HIDDEN_SQUARES,
 ]  # fmt: skip
