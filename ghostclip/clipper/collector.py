@@ -233,6 +233,7 @@ class NormCollector(TermReceiver):
         self._measure(call, part, term, self._held[1])
 
     def _note(self, part: Part, answer: NormResult) -> None:
+        """Takes a term's squared norms in."""
         absolute = () if answer.absolute is None else ((answer.absolute, 1.0),)
         self._squares.append((part[0], answer.squared_norms, absolute))
 

@@ -200,6 +200,7 @@ class DeviceNormal(Normal):
 
 
 def _is_dense(tensor: Tensor) -> bool:
+    """Whether its numbers lie side by side, in either of two orders: all get noise of the same law."""
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 

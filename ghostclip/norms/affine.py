@@ -8,19 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .reduce import Parts, hidden
 from .term import squared_norms, to_float32, zero_examples
 
-__all__ = ["LinearPair", "hidden_in_product"]
-
-
-def hidden_in_product(left: Tensor, lefts: int, right: Tensor, rights: int) -> Tensor:
-    """What underflow may hide of the products [B] of two sums of so many squares, as `PerExampleGrads.absolute`."""
-    unit = hidden(left.dtype)
-    return torch.add(left * (rights * unit), right, alpha=lefts * unit)
+__all__ = ["LinearPair"]
 
 
 @dataclass(eq=False, slots=True)

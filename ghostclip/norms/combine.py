@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .convolution import ConvGrads
 from .outer import OuterProduct, chunks, gram_is_reliable, reliable
+from .reduce import hidden
 from .rows import BagGrads, LookupGrads, lookup_squared_norms
 from .term import (
     Dense,
@@ -123,8 +124,9 @@ class Tied(PerExampleGrads):
         products, sizes = cross(self.outer, self.rows)
         squared, scale = apart + 2 * products, CANCELLING_USES * apart + sizes
         squared = reliable(squared, scale, partial(self._measured_again, squared, scale))
-        # Products of both uses may hide as much as those of the head with itself, for each lookup.
-        lost = self.outer.hidden() * (1 + 2 * self.rows.indices.shape[1])
+        # For each lookup, products of both uses may hide as much as those of the head with itself, or with ones.
+        ones = self.outer.left.shape[1] * self.rows.width * hidden(squared.dtype)
+        lost = (self.outer.hidden() + ones) * (1 + 2 * self.rows.indices.shape[1])
         return NormResult(squared, absolute=self.absolute() + lost)
 
     def exact_squared_norms(self) -> Tensor:

@@ -89,7 +89,8 @@ class ComputedGrads(PerExampleGrads):
             return None
         left, right = (to_float32(side).squeeze(1).square() for side in self.inner.tensors)
         factor = self.factor.square()
-        lost = (left.sum(1) + right.sum(1)) * (hidden(left.dtype) * factor.sum())
+        sizes = left.sum(1), right.sum(1)
+        lost = ((sizes[0] + sizes[1]) * factor.sum() + sizes[0] * sizes[1]) * hidden(left.dtype)
         if self.along is None or self.back is None:
             return NormResult((left * (right @ factor.mT)).sum(1), absolute=lost)
         back = self.products if self.back is self.along else self._row_products(self.back)

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ghostclip.native.shifts import shifted_products, shifts_are_there
 
-from .affine import hidden_in_product
 from .outer import OuterProduct, chunks, direct, reliable
+from .reduce import hidden, hidden_in_product
 from .term import (
     NormResult,
     PerExampleGrads,
@@ -216,6 +216,7 @@ class ConvGrads(PerExampleGrads):
         taps = math.prod(self.shape[2:])
         sizes = squared_sizes(self.grads), squared_sizes(self.images) * taps
         lost = hidden_in_product(sizes[0], self.grads.shape[1], sizes[1], self.images.shape[1] * taps)
+        lost += self._positions * hidden(lost.dtype)
         return NormResult(squared, absolute=(scale + lost) * self._positions)
 
     def absolute(self) -> Tensor | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ghostclip.native.gram import gram_is_there, half_gram
 
-from .affine import hidden_in_product
+from .reduce import hidden, hidden_in_product
 from .term import (
     Dense,
     NormResult,
@@ -186,11 +186,11 @@ class OuterProduct(PerExampleGrads):
         """What underflow may hide of squared norms [B] that are formed of products of both sides with themselves.
 
         An inner product of two rows of d numbers loses d of the smallest normal numbers at most. It is multiplied with
-        one of the other side; these are at most ``T sum_t |row_t|^2`` together.
+        one of the other side; these are at most ``T sum_t |row_t|^2`` together. T^2 products may be lost themselves.
         """
         positions, sizes = self.left.shape[1], [squared_sizes(side) for side in (self.left, self.right)]
         found = hidden_in_product(sizes[0], self.left.shape[2], sizes[1], self.right.shape[2])
-        return self._by_example(found * positions)
+        return self._by_example(found * positions + positions**2 * hidden(found.dtype))
 
     def squared_sizes(self) -> Tensor:
         """[B * groups]: ``(sum_t |left_t| |right_t|)^2`` of several uses, and at least that of one."""

@@ -16,11 +16,11 @@ of 5e-7 sqrt(T) in float32. The worst case of all roundings, T u S, is not cover
 
 Of several terms the margin is MARGIN u sqrt(sum_k S_k^2), since errors of different parameters are orthogonal.
 
-Underflow: a square or a product below the smallest normal number may become zero, where it is a sum of squares that
-loses it, or a factor of a product of which the other one is large. So n squares count as at least n times that number.
-What this adds to a squared norm is stated as a part of S^2, `hidden` for each unit of squared norm, so that the margin
-covers it: it is below 1e-14 of any norm that matters, but keeps the weight of an example bounded whose gradient is
-1e-23, and that of one whose inputs of 1e-23 meet gradients of 1e+19.
+Underflow: a product of two numbers below the smallest normal number m may become zero. A sum of n such products is off
+by n m at most, and by that times the other factor where it is multiplied with something large. The margin covers it:
+what may be lost of a squared norm counts as a part of S^2, `hidden` for each m. That is below 1e-14 of any norm that
+matters. It bounds the weight of an example whose gradient is 1e-23, where a policy divides by the norm, and that of one
+whose inputs of 1e-23 meet gradients of 1e+19.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Parts", "all_finite", "hidden", "margin", "norms", "rounding_margin"]
+__all__ = ["Parts", "all_finite", "hidden", "hidden_in_product", "margin", "norms", "rounding_margin"]
 
 # A sum of vectors [B], each with a factor.
 Parts = Sequence[tuple[Tensor, float]]
@@ -67,8 +67,14 @@ def rounding_margin(squared: Sequence[Tensor], absolute: Parts, numbers: int) ->
 
 @functools.cache
 def hidden(dtype: torch.dtype) -> float:
-    """What `PerExampleGrads.absolute` has to state so that the margin covers the smallest normal number, squared."""
+    """A part of `PerExampleGrads.absolute`: its margin covers one product that underflow takes from a squared norm."""
     return torch.finfo(dtype).tiny / (MARGIN / 2 * torch.finfo(dtype).eps) ** 2
+
+
+def hidden_in_product(left: Tensor, lefts: int, right: Tensor, rights: int) -> Tensor:
+    """What underflow may hide of ``left * right`` [B], which are sums of ``lefts`` and of ``rights`` squares."""
+    unit = hidden(left.dtype)
+    return torch.add(left * (rights * unit), right, alpha=lefts * unit)
 
 
 def all_finite(*vectors: Tensor) -> bool:

@@ -17,8 +17,8 @@ from torch import Tensor
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.native.rows import add_rows, chained_squared_norms, chains_are_there
 
-from .affine import hidden_in_product
 from .outer import chunks
+from .reduce import hidden_in_product
 from .term import (
     NormResult,
     PerExampleGrads,
