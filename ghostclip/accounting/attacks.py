@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ghostclip.accounting.divergences import deltas_by_divergences
-from ghostclip.accounting.losses import composed, grid_interval
+from ghostclip.accounting.losses import composed, epsilon_at, grid_interval
 from ghostclip.accounting.spent import LEAST_NOISE, Setting, epsilon_of, sampled_releases, selections
 from ghostclip.events import Event, Selection
 from ghostclip.validate import open_fraction, positive, probability, whole
@@ -140,7 +140,7 @@ def risk_of(events: Iterable[Event], *, delta: float | None = None, coarser: int
     except OverflowError:  # losses too large for floating point
         return Risk([ALWAYS_RIGHT], delta, delta and math.inf)
     orders = [loss._pmf_remove] if loss._symmetric else [loss._pmf_remove, loss._pmf_add]
-    return Risk([_curve(order) for order in orders], delta, delta and float(loss.get_epsilon_for_delta(delta)))
+    return Risk([_curve(order) for order in orders], delta, delta and epsilon_at(delta, loss, happened))
 
 
 def _risk_by_divergences(events: Sequence[Event], delta: float | None) -> Risk:

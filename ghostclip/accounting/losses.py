@@ -16,7 +16,16 @@ import scipy
 
 from ghostclip.events import FixedSizeGaussian, SampledGaussian, SampledRelease, TruncatedGaussian
 
-__all__ = ["PLD_INTERVAL", "composed", "epsilon_by_losses", "grid_interval", "is_gaussian", "of_one_release"]
+__all__ = [
+    "PLD_INTERVAL",
+    "composed",
+    "epsilon_at",
+    "epsilon_by_losses",
+    "grid_interval",
+    "is_gaussian",
+    "lost_in_transforms",
+    "of_one_release",
+]
 
 PLD_INTERVAL = 1e-4
 # Total divergence up to which the grid is dp-accounting's own; beyond any useful epsilon.
@@ -27,6 +36,9 @@ AT_ONCE, BY = 10**6, 1000
 # The closed form subtracts probabilities that are nearly alike where epsilon is small. From here on it is precise to
 # 1e-9, and rounded up by more.
 SMALLEST, ROUNDING = 0.01, 1e-8
+# A power of a Fourier transform is off by a rounding for each factor: deltas of 1,000 to 10^6 releases by 0.1 to 0.8 of
+# that, measured beside extended precision.
+OFF_BY = 2.0**-52
 
 
 def epsilon_by_losses(events: Sequence[SampledRelease], delta: float, coarser: int = 1) -> float:
@@ -37,9 +49,23 @@ def epsilon_by_losses(events: Sequence[SampledRelease], delta: float, coarser: i
     if all(map(is_gaussian, events)) and (found := _by_formula(events, delta)) > SMALLEST:
         return found
     try:
-        return float(composed(events, coarser * grid_interval(events)).get_epsilon_for_delta(delta))
+        return epsilon_at(delta, composed(events, coarser * grid_interval(events)), events)
     except OverflowError:
         return math.inf
+
+
+def epsilon_at(delta: float, loss: Any, events: Sequence[SampledRelease]) -> float:
+    """Epsilon at ``delta`` of events whose loss distribution was `composed`; inf where rounding may hide the delta."""
+    left = delta - lost_in_transforms(sum(event.count for event in events))
+    return float(loss.get_epsilon_for_delta(left)) if left > 0 else math.inf
+
+
+def lost_in_transforms(releases: int) -> float:
+    """By how much the delta of so many releases may come out too small: transforms are rounded.
+
+    10,000 steps at rate 0.01 with noise multiplier 1 spend epsilon 10.35 at delta 1e-12. Without this it was 10.28.
+    """
+    return OFF_BY * releases
 
 
 def is_gaussian(event: SampledRelease) -> bool:

@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 import scipy
 
-from ghostclip.accounting.losses import PLD_INTERVAL, composed, grid_interval, is_gaussian, of_one_release
+from ghostclip.accounting.losses import (
+    PLD_INTERVAL,
+    composed,
+    grid_interval,
+    is_gaussian,
+    lost_in_transforms,
+    of_one_release,
+)
 from ghostclip.accounting.spent import epsilon_of, sampled_releases, selections
 from ghostclip.events import Event, SampledRelease
 
@@ -111,7 +118,7 @@ class Growing:
     """
 
     def __init__(self, before: Sequence[SampledRelease], event: SampledRelease, most: int, delta: float) -> None:
-        self.most, self._delta = most, delta
+        self.most, self._delta, self._others = most, delta, sum(other.count for other in before)
         interval = max(PLD_INTERVAL, grid_interval([*before, replace(event, count=most)]))
         self._directions = _directions(before, event, most, interval) if interval < COARSEST else []
         longest = max([each.length for each in self._directions], default=0)
@@ -123,7 +130,8 @@ class Growing:
 
     def epsilon(self, count: int) -> float:
         """With ``count`` of the event, from 1 to ``most``."""
-        return max(each.epsilon(count, self._delta) for each in self._directions) * (1.0 + ROUNDING)
+        delta = self._delta - lost_in_transforms(self._others + count)
+        return max(each.epsilon(count, delta) for each in self._directions) * (1.0 + ROUNDING)
 
 
 def _directions(

@@ -161,7 +161,7 @@ def epsilon(
             "cyclic_poisson" and "cyclic". With "cyclic" it makes no difference up to an epoch's steps.
 
     Returns:
-        An upper bound on epsilon; inf if the accountant has none (PLD for a delta below about 1e-15).
+        An upper bound on epsilon; inf if the accountant has none (PLD for a delta below 1e-15 or 2.3e-16 * steps).
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the accountant has no bound; the message names it.

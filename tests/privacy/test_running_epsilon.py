@@ -51,6 +51,7 @@ ASKED: dict[str, list[tuple[int, int, float]]] = {
     "others later": [(10, 1, 1e-5), (11, 2, 1e-5), (11, 3, 1e-5)],
     "another delta": [(11, 3, 1e-5), (11, 3, 1e-3)],
     "small deltas": [(count, 0, 1e-12) for count in (50, 51, 400)],
+    "small deltas, many steps": [(count, 0, 1e-10) for count in (9_998, 9_999, 10_000)],
     "large deltas": [(count, 0, 0.3) for count in (50, 51, 400)],
 }
 
