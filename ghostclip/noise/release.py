@@ -15,6 +15,11 @@ from ghostclip.validate import nonnegative, positive
 __all__ = ["Noise", "check_release", "flat", "on_flat"]
 
 
+# The least noise that a released number may have, above which neither sums nor noise are rounded to multiples of the
+# smallest number there is, nor to zero where the processor flushes what is below the smallest normal one.
+LEAST = {dtype: 2.0**24 * torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
+
+
 class Noise:
     """A source of Gaussian noise.
 
@@ -38,7 +43,7 @@ class Noise:
 
         Raises:
             TypeError: a sum is in a narrower type than float32, where noise would be rounded away.
-            ValueError: ``std`` or ``divisor`` is out of range.
+            ValueError: ``std`` or ``divisor`` is out of range, or noise so small would be lost in rounding.
         """
         raise NotImplementedError
 
@@ -78,8 +83,13 @@ def check_release(sums: Sequence[Tensor], std: float, divisor: float) -> None:
         positive(divisor=divisor)
         nonnegative(std=std)
     for tensor in sums:
-        if tensor.dtype not in (torch.float32, torch.float64):
+        if (least := LEAST.get(tensor.dtype)) is None:
             raise TypeError(f"noise is added in float32 or float64, and cast afterwards; got a sum in {tensor.dtype}")
+        if 0.0 < std < least * divisor:
+            raise ValueError(
+                f"noise of standard deviation {std / divisor:.3g} would be lost in rounding: in {tensor.dtype} it must "
+                f"be at least {least:.3g}. Nothing was released; take a larger clipping norm"
+            )
 
 
 def on_flat(like: Sequence[Tensor], make: Callable[[list[Tensor]], Tensor]) -> list[Tensor]:

@@ -209,6 +209,13 @@ def test_released_sums_are_noisy_and_divided_and_narrow_ones_refused(kind: str) 
     for std, divisor, name in ((-1.0, 1.0, "std"), (np.nan, 1.0, "std"), (np.inf, 1.0, "std"), (1.0, 0.0, "divisor")):
         with pytest.raises(ValueError, match=f"{name} must be"):
             source.release([torch.ones(3)], std, divisor)
+    for dtype in (torch.float32, torch.float64):
+        least = 2.0**24 * torch.finfo(dtype).tiny
+        if kind == "standard" or dtype == torch.float32:  # hardened noise has a larger least one in float64
+            (released,) = source.release([torch.zeros(50_000, dtype=dtype)], 8 * least, 8.0)
+            assert stats.kstest(released.double().numpy() / least, stats.norm.cdf).pvalue > RARE
+        with pytest.raises(ValueError, match="would be lost in rounding"):
+            source.release([torch.zeros(3, dtype=dtype)], 7.9 * least, 8.0)
 
 
 def test_noise_in_place_is_the_flat_draw_of_all_sums() -> None:
