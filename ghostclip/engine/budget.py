@@ -221,15 +221,16 @@ class Spending:
         Steps of a mechanism are counted as if each followed the one before: the ninth of eight groups is the second
         turn of the first group, and so is the ninth of another continuation.
         """
-        both = self._with_known(runs)
+        known = self._runs if self._account is None else self._with_known(self._account.runs)
+        both = {run: Counter(known.get(run, {})) | Counter(runs.get(run, {})) for run in {**known, **runs}}
         names = {mechanism_of(event) for spent in runs.values() for event in spent}
         for mechanism in (name for name in names if name is not None):
-            most = max(steps_of(mechanism, known) for known in (runs, self._runs))
-            if steps_of(mechanism, both) > most:
+            if steps_of(mechanism, both) > max(steps_of(mechanism, runs), steps_of(mechanism, known)):
                 raise PrivacyError(
-                    "the checkpoint and what this engine knows of went on from one earlier checkpoint with the same "
-                    "correlated noise or the same turns, each in its own way, which don't add up: a new engine can "
-                    "restore either, and won't know of the other. Give such trainings one ledger=..., which counts both"
+                    "the checkpoint and what this engine, or its ledger, knows of went on from one earlier checkpoint "
+                    "with the same correlated noise or the same turns, each in its own way, which don't add up: a new "
+                    "engine can restore either (with a ledger that has neither), and won't know of the other. Give "
+                    "such trainings one ledger=... from the start, which counts both"
                 )
 
     def charge(self, settings: StepSettings) -> None:

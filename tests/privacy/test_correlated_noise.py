@@ -261,6 +261,17 @@ def test_two_continuations_of_one_checkpoint_do_not_add_up_without_a_ledger(one:
         third.restore(tmp_path / then)
     third.restore(tmp_path / "earlier")  # which both contain
     assert third.events == spent
+    third.detach()
+    # A ledger that took in one of them knows of it in any later engine.
+    for name in (one, one, then):
+        later = engine_for(BandedToeplitz(bands=3), "cyclic", ledger=tmp_path / "ledger")
+        if name == one:
+            later.restore(tmp_path / one)
+        else:
+            with pytest.raises(PrivacyError, match="each in its own way, which don't add up"):
+                later.restore(tmp_path / then)
+        assert later.events == spent
+        later.detach()
 
 
 def test_steps_that_were_discarded_keep_the_noise_in_step() -> None:
