@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ghostclip.clipper.random_states import drawing_from, random_states
+from ghostclip.graph.same_numbers import same_numbers
 
 __all__ = ["HELD", "TRYING", "contents_of", "is_trial", "tensor_in", "trying", "without_trace"]
 
@@ -107,5 +108,5 @@ def _put_back_contents(container: Any, content: Any) -> None:
 def _put_back_values(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if tensor.shape != value.shape:  # exchanged by ``tensor.data = ...``
         tensor.data = value
-    elif not torch.equal(tensor, value):
+    elif not same_numbers(tensor, value):
         tensor.copy_(value)

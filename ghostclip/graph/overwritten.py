@@ -33,6 +33,7 @@ from ghostclip.graph.operations import hides_constants
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.rows import Owned, Rows, Subject
+from ghostclip.graph.same_numbers import numbers_of
 from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.graph.shared.search import mixing_error
 from ghostclip.graph.shared.subgraph import SharedSubgraph
@@ -259,12 +260,13 @@ def _saved(node: Any) -> list[Any]:
 def _same(first: Any, second: Any) -> bool:
     """Whether both are the same numbers, bit for bit."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return first.shape == second.shape and bool(torch.equal(_plain(first), _plain(second)))
+        alike = first.shape == second.shape and first.layout == second.layout
+        return alike and all(map(torch.equal, _plain(first), _plain(second)))
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
         return len(first) == len(second) and all(map(_same, first, second))
     return type(first) is type(second) and bool(first == second)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.nan_to_num() if tensor.is_floating_point() or tensor.is_complex() else tensor
+def _plain(tensor: Tensor) -> list[Tensor]:
+    parts = numbers_of(tensor.detach())
+    return [each.nan_to_num() if each.is_floating_point() or each.is_complex() else each for each in parts]

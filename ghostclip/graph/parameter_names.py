@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.graph.same_numbers import same_numbers
 from ghostclip.nn.base import LayerCall
 
 __all__ = ["ParameterNames", "serial_number"]
@@ -116,11 +117,11 @@ class ParameterNames:
         if not _has_values(tensor):
             return False
         return any(
-            own.shape == tensor.shape and own.device == tensor.device and _has_values(own) and torch.equal(own, tensor)
+            own.device == tensor.device and own.shape == tensor.shape and _has_values(own) and same_numbers(own, tensor)
             for own in mine
         )
 
 
 def _has_values(tensor: Tensor) -> bool:
     """Whether a tensor has memory; whole parameters under FSDP2 have it for layers in their turn only."""
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+    return tensor.layout != torch.strided or tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0

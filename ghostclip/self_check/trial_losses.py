@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ghostclip.clipper.first_pass import FirstPasses, check_type
 from ghostclip.clipper.random_states import random_states, set_random_states
 from ghostclip.clipper.trial import HELD, contents_of, tensor_in, trying, without_trace
+from ghostclip.graph.same_numbers import numbers_of
 from ghostclip.planner import Planner
 from ghostclip.self_check.loading import Loaded, LoadedRows
 from ghostclip.sharding.plain import Sharding
@@ -258,8 +259,9 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
         return one[0] is other[0] and one[1:] == other[1:]
     try:
-        if one.dtype != other.dtype or one.shape != other.shape:
+        if one.layout != other.layout or one.dtype != other.dtype or one.shape != other.shape:
             return False
-        return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+        pairs = zip(numbers_of(one), numbers_of(other), strict=True)
+        return all(bool(torch.isclose(*pair, rtol=0, atol=0, equal_nan=True).all()) for pair in pairs)
     except Exception:
         return False

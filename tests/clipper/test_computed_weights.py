@@ -11,6 +11,7 @@ from comparing import assert_close, assert_dicts_close, assert_exact, batch, eve
 from computed_programs import COMPUTED, FORMS, Skeleton, called
 from torch import nn
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import ghostclip
@@ -105,6 +106,33 @@ def test_a_parametrization_put_on_after_wrapping():
     model = ghostclip.wrap(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)).double())
     parametrizations.weight_norm(model[0])
     assert_exact(model, batch(4, 5))
+
+
+PLACES = torch.tensor([[0, 1, 3, 4], [2, 2, 0, 4]])
+
+
+def changed_at_places(m, x):
+    """The few trained entries of a frozen weight, as SHiRA of peft adds them."""
+    return F.linear(x, m.weight.clone() + torch.sparse_coo_tensor(PLACES, m.p, (5, 5), check_invariants=True))
+
+
+def along_edges(m, x):
+    """A weight whose rows are exchanged along the edges of a fixed graph."""
+    return x @ torch.sparse.mm(m.edges, m.p)
+
+
+SPARSE = {"weight": (changed_at_places, (4,)), "buffer": (along_edges, (5, 3))}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_weights_computed_from_sparse_tensors(name):
+    wiring, shape = SPARSE[name]
+    model = with_parameters(wiring, {"p": shape, "weight": (5, 5)}).double()
+    model.weight.requires_grad_(False)
+    model.register_buffer("edges", torch.eye(5, dtype=torch.float64).roll(1, 0).to_sparse())
+    assert_exact(model, batch(4, 5))
+    model.zero_grad()
+    assert GhostClipper(model).verify(lambda model, x: project(model(x)), batch(4, 5)) < 1e-10
 
 
 def test_keywords_and_results_of_any_kind_pass_through():

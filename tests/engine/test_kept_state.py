@@ -137,6 +137,32 @@ def test_what_holds_tensors_is_named_before_numbers():
         steps(model_of(KEEPING["the batch before in a list"]()), 12)
 
 
+LAYOUTS = ["sparse_coo", "sparse_csr", "sparse_csc"]
+
+
+def edges(layout, keep):
+    """Goes along the edges of a graph in a sparse buffer; ``keep`` (buffer, rows) may write to a dense one."""
+
+    def along(m, x):
+        keep(m.mean, x.detach())
+        return (m.edges @ x.mT).mT
+
+    held = torch.eye(WIDTH).roll(1, 0).to_sparse(layout=getattr(torch, layout))
+    return model_of(keeping(along, edges=(held,), mean=(torch.zeros(WIDTH),)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sparse_buffers_are_compared_as_others_are(layout, caplog):
+    honest = edges(layout, lambda mean, x: None)
+    engine = steps(honest)
+    assert "can't be compared" not in caplog.text
+    assert "not tested" not in engine.guarantee()
+    assert ghostclip.check(honest, runs.losses_of, [torch.randn(6, 5), torch.arange(6) % 3]) == []
+    with pytest.raises(UnsupportedModelError, match=r"in the buffer '1\.mean'"):
+        steps(edges(layout, lambda mean, x: mean.mul_(0.9).add_(x.mean(0))))
+
+
 @pytest.mark.parametrize(("write", "kind"), [CODES[0], CODES[8], CODES[12]])
 def test_check_finds_it(write, kind):
     torch.manual_seed(2)
