@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipper.cutting import Sizes
+from ghostclip.clipper.forwards import forward_of
 from ghostclip.clipper.trial import without_trace
 from ghostclip.errors import ExamplesMixError, VerificationError
 from ghostclip.self_check.agreement import gradients_agree, untrained
@@ -181,9 +182,12 @@ class SelfCheck:
 
     def _compare_gradients(self, loss_fn: LossFunction, few: LoadedRows) -> None:
         """`backward` of a few rows, lest the graph of all be held; what can't be measured is left to the passes."""
+        passes = self._clipper.passes
         try:
-            with without_trace(self._model), self._clipper.passes.forgetting():
-                self.backward(loss_fn(self._model, few.load(range(len(few))).batch))
+            with without_trace(self._model), passes.forgetting():
+                batch = few.load(range(len(few))).batch
+                with passes.running(forward_of(self._model, loss_fn, batch)):
+                    self.backward(loss_fn(self._model, batch))
         except VerificationError:
             raise
         except Exception as error:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ghostclip.clipper.first_pass import FirstPasses, check_type
+from ghostclip.clipper.forwards import forward_of
 from ghostclip.clipper.random_states import random_states, set_random_states
 from ghostclip.clipper.trial import HELD, contents_of, tensor_in, trying, without_trace
 from ghostclip.graph.same_numbers import numbers_of
@@ -106,14 +107,14 @@ class TrialLosses:
                 with watch or nullcontext():  # graphs are recorded, since the loss function may need one of its own
                     check_type(losses := self._loss_fn(self.model, loaded.batch))
             states, left = (loaded.states, random_states()), _state_of(self.model)
-            measured = self._norms(losses) if norms else None
+            measured = self._norms(losses, loaded.batch) if norms else None
         return TrialOutcome(losses.detach(), measured, loaded._replace(batch=None), left, states)
 
-    def _norms(self, losses: Tensor) -> Tensor | None:
+    def _norms(self, losses: Tensor, batch: Any) -> Tensor | None:
         if self._passes is None or losses.dim() != 1 or not losses.requires_grad:
             return None
         try:
-            with self._passes.forgetting():
+            with self._passes.forgetting(), self._passes.running(forward_of(self.model, self._loss_fn, batch)):
                 return self._passes.norms_pass(losses, retain_graph=False).norms()
         except Exception as error:  # what can't be measured is refused in the batch's own passes
             log.info("gradients of a part of a batch are not compared: %s: %s", type(error).__name__, error)
