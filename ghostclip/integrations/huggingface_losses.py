@@ -62,10 +62,10 @@ def token_log_probabilities(model: nn.Module, inputs: dict[str, Any]) -> tuple[T
     head = head_of(model)
     hidden = None if head is None else head_input(head, lambda: _logits(model, inputs))
     if head is not None and hidden is not None:
-        labels = _as_long_as(hidden, _labels(inputs))[:, 1:]
+        labels = _as_long_as(hidden, _labels_of_next(inputs))[:, 1:]
         return -frozen_head_losses(hidden[:, :-1], head, labels), labels != IGNORED
-    logits, labels = _outputs(model, inputs)
-    labels = _as_long_as(logits, labels)[:, 1:]
+    logits, _ = _outputs(model, inputs)
+    labels = _as_long_as(logits, _labels_of_next(inputs))[:, 1:]
     losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
     return -losses.view(labels.shape), labels != IGNORED
 
@@ -127,6 +127,14 @@ def _labels(inputs: Mapping[str, Any]) -> Tensor:
             "PrivateTrainer(compute_losses=...)"
         )
     return inputs["labels"]
+
+
+def _labels_of_next(inputs: Mapping[str, Any]) -> Tensor:
+    """Labels without that of a text's first token, which padding on the left would have predicted from padding."""
+    labels, mask = _labels(inputs), inputs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.shape != labels.shape:
+        return labels
+    return labels.masked_fill((mask != 0) & ((mask != 0).cumsum(1) == 1), IGNORED)
 
 
 def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:

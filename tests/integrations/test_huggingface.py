@@ -70,6 +70,24 @@ def test_a_step_is_the_clipped_sum_of_a_loop_over_examples(name, tmp_path):
         torch.testing.assert_close((was - now.detach()) / 0.5, total / len(examples), **exact)
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
+def test_padding_on_the_left_changes_no_loss(frozen):
+    """A text's first token, which nothing of its own is before, has no loss; its padding would predict it."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=tt.WORDS, **sizes)).double()
+    model.lm_head.requires_grad_(not frozen)
+    texts = [tt.tokens()[:length] for length in (3, 7, 5)]
+
+    def padded(ids):
+        columns = {"input_ids": (ids, 0), "attention_mask": (torch.ones_like(ids), 0), "labels": (ids, tt.IGNORED)}
+        return {name: nn.functional.pad(x, (7 - len(x), 0), value=fill) for name, (x, fill) in columns.items()}
+
+    losses = losses_for(model)(model, stacked([padded(ids) for ids in texts]))
+    alone = [model(input_ids=ids[None], labels=ids[None]).loss for ids in texts]
+    torch.testing.assert_close(losses, torch.stack(alone).double(), rtol=1e-5, atol=1e-6)
+
+
 def test_log_rows_have_epsilon_and_nothing_private(tmp_path):
     subject = tt.trainer(tmp_path, privacy=PrivacyArguments(noise_multiplier=2.0, target_delta=1e-2), max_steps=2)
     output = subject.train()
