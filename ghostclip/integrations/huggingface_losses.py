@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,12 @@ ComputeLosses = Callable[[nn.Module, dict[str, Any]], Tensor]
 
 # Models listed as causal language models that predict something else than the next token.
 NOT_THE_NEXT_TOKEN = {"XLNetLMHeadModel", "XLMWithLMHeadModel", "ProphetNetForCausalLM", "XLMProphetNetForCausalLM"}
+# Those that take labels which were shifted before: each stands at the place of the token before it.
+SHIFTED_BEFORE = {
+    "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
+    "CpmAntForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "MvpForCausalLM", "PLBartForCausalLM",
+    "PegasusForCausalLM", "TrOCRForCausalLM", "WhisperForCausalLM",
+}  # fmt: skip
 
 
 def losses_for(model: nn.Module) -> ComputeLosses:
@@ -37,10 +44,15 @@ def losses_for(model: nn.Module) -> ComputeLosses:
     Raises:
         UnsupportedModelError: the task isn't one of those below.
     """
-    names = [cls.__name__ for cls in type(base_model(model)).__mro__]
+    base = base_model(model)
+    names = [cls.__name__ for cls in type(base).__mro__]
     for models, losses in TASKS:
         if not NOT_THE_NEXT_TOKEN & set(names) and set(names) & set(_flat(models)):
-            return losses
+            if losses is next_token_losses and SHIFTED_BEFORE & set(names):
+                return token_losses
+            # Decoders that read speech are listed as sequence to sequence models, too.
+            speech = losses is sequence_to_sequence_losses and not base.config.is_encoder_decoder
+            return next_token_losses if speech else losses
     raise UnsupportedModelError(
         f"the loss of one example isn't known for {names[0]}: it is derived for causal and masked language models, "
         "sequence to sequence models, and classification of sequences, tokens, images, audio and video; give "
@@ -78,10 +90,18 @@ def token_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 
 def sequence_to_sequence_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """[B]: the mean over an example's own label tokens; the decoder's inputs are made from the labels, if missing."""
-    prepare = getattr(base_model(model), "prepare_decoder_input_ids_from_labels", None)
-    if prepare is not None and "labels" in inputs and not {"decoder_input_ids", "decoder_inputs_embeds"} & set(inputs):
+    if "labels" in inputs and not {"decoder_input_ids", "decoder_inputs_embeds"} & set(inputs):
+        base = base_model(model)
+        prepare = getattr(base, "prepare_decoder_input_ids_from_labels", partial(_shifted_right, base.config))
         inputs = {**inputs, "decoder_input_ids": prepare(labels=inputs["labels"])}
     return token_losses(model, inputs)
+
+
+def _shifted_right(config: Any, labels: Tensor) -> Tensor:
+    """The decoder's inputs, as M2M100 (NLLB) and Blenderbot make them within their forward."""
+    start = labels.new_full((len(labels), 1), config.decoder_start_token_id)
+    shifted = torch.cat([start, labels[:, :-1]], 1)
+    return shifted.masked_fill(shifted == IGNORED, config.pad_token_id)
 
 
 def class_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:

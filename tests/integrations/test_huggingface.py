@@ -70,6 +70,40 @@ def test_a_step_is_the_clipped_sum_of_a_loop_over_examples(name, tmp_path):
         torch.testing.assert_close((was - now.detach()) / 0.5, total / len(examples), **exact)
 
 
+DECODER = {
+    "vocab_size": tt.WORDS, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "max_position_embeddings": 16,
+    "pad_token_id": 0, "decoder_start_token_id": 2, "eos_token_id": 3, "dropout": 0.0,
+}  # fmt: skip
+SPEECH = {
+    "audio_config": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12},
+    "text_config": {
+        "model_type": "llama", "vocab_size": tt.WORDS, "hidden_size": 8, "intermediate_size": 12, "head_dim": 4,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    },
+    "audio_token_id": 0,
+}  # fmt: skip
+# By class: of its configuration the name and sizes. The first two take labels that were shifted before.
+PARTICULAR = {
+    "BartForCausalLM": ("BartConfig", DECODER), "TrOCRForCausalLM": ("TrOCRConfig", DECODER),
+    "M2M100ForConditionalGeneration": ("M2M100Config", DECODER),
+    "BlenderbotForConditionalGeneration": ("BlenderbotConfig", DECODER),
+    "VoxtralForConditionalGeneration": ("VoxtralConfig", SPEECH),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTICULAR)
+def test_labels_stand_where_the_model_has_them(name):
+    config, sizes = PARTICULAR[name]
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, config)(**sizes)).eval()
+    inputs = stacked([tt.text() for _ in range(3)])
+    alone = [model(**{name: each[row : row + 1] for name, each in inputs.items()}).loss for row in range(3)]
+    torch.testing.assert_close(losses_for(model)(model, inputs), torch.stack(alone), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
 def test_padding_on_the_left_changes_no_loss(frozen):
     """A text's first token, which nothing of its own is before, has no loss; its padding would predict it."""
