@@ -4037,8 +4037,8 @@ NOISE_OVER_STEPS = [
     Mutant(
         "noise not multiplied by the norms of columns",
         HISTORY,
-        "alpha=float(self._norms[self.step - 1])",
-        "alpha=1.0",
+        "float(self._norms[self.step]))",
+        "1.0)",
         CORRELATED,
     ),
     Mutant(
@@ -4051,8 +4051,29 @@ NOISE_OVER_STEPS = [
     Mutant(
         "buffers that don't decay",
         HISTORY,
-        "state.mul_(torch.as_tensor(self._rates).to(state).view(-1, *[1] * each.dim())).add_(each)",
-        "state.add_(each)",
+        "return -self._scales, self._rates,",
+        "return -self._scales, np.ones(self._kept),",
+        CORRELATED,
+    ),
+    Mutant(
+        "what is kept of earlier noise not written by the kernel",
+        "ghostclip/native/normal.c",
+        "share * state[k * stride + i] + gain * noise[i]",
+        "state[k * stride + i]",
+        CORRELATED,
+    ),
+    Mutant(
+        "correlated noise at the kept numbers of another place",
+        "ghostclip/native/normal.c",
+        "(float *)(intptr_t)parts[3 * part + 2] + (at - begin)",
+        "(float *)(intptr_t)parts[3 * part + 2]",
+        CORRELATED,
+    ),
+    Mutant(
+        "correlated noise added to sums whose numbers lie in another order",
+        "ghostclip/noise/gaussian.py",
+        "all(each.is_contiguous() for each in (tensor, kept[place])) if kept else _is_dense(tensor)",
+        "True if kept else _is_dense(tensor)",
         CORRELATED,
     ),
     Mutant(

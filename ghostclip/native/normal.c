@@ -137,17 +137,31 @@ int ghostclip_normal(float *out, Word std, const uint32_t key[8], Word counter, 
     return 0;
 }
 
+/* Turns noise w into (w + the sum of weight * kept) over kept numbers, and each of these into share * kept + gain * that.
+ * Of number k the factors are weight, share and gain; state holds it stride floats after that of k - 1. */
+static void recall(float *restrict noise, float *restrict state, Word stride, const float *factors, Word kept,
+                   Word some) {
+    for (Word k = 0; k < kept; k++)
+        for (Word i = 0; i < some; i++) noise[i] += factors[3 * k] * state[k * stride + i];
+    for (Word k = 0; k < kept; k++) {
+        const float share = factors[3 * k + 1], gain = factors[3 * k + 2];
+        if (gain == 0) continue;
+        for (Word i = 0; i < some; i++) state[k * stride + i] = share * state[k * stride + i] + gain * noise[i];
+    }
+}
+
 /* Scales numbers and adds normal ones to them (factor and standard deviation are doubles' bits): each of count parts is
- * a pointer to floats and how many there are, and the parts share one stream, as if they lay side by side. Of all these
- * numbers it takes [first, last), first a multiple of WORDS. Returns 0. */
-int ghostclip_release(const Word *parts, Word count, Word scale, Word std, const uint32_t key[8], Word counter, Word first,
-                      Word last) {
-    const float factor = (float)real_of(scale), deviation = (float)real_of(std);
+ * a pointer to floats, how many there are, and a pointer to kept floats for each of them, from which `recall` makes
+ * noise of these; the parts share one stream, as if they lay side by side. After the factors of `recall` stands what
+ * its noise is multiplied with. Of all these numbers it takes [first, last), first a multiple of WORDS. Returns 0. */
+int ghostclip_release(const Word *parts, Word count, Word scale, Word std, const float *factors, Word kept,
+                      const uint32_t key[8], Word counter, Word first, Word last) {
+    const float factor = (float)real_of(scale), deviation = (float)real_of(std), times = factors[3 * kept];
     uint32_t words[WORDS];
     float fresh[WORDS];
     Word begin = 0, drawn = first;
     for (Word part = 0; part < count && begin < last; part++) {
-        const Word end = begin + parts[2 * part + 1], stop = end < last ? end : last;
+        const Word size = parts[3 * part + 1], end = begin + size, stop = end < last ? end : last;
         for (Word at = begin > first ? begin : first; at < stop;) {
             if (at == drawn) {
                 blocks(key, 0, counter + at / 16, words);
@@ -155,11 +169,12 @@ int ghostclip_release(const Word *parts, Word count, Word scale, Word std, const
                 drawn += WORDS;
             }
             const Word some = stop < drawn ? stop - at : drawn - at;
-            float *numbers = (float *)(intptr_t)parts[2 * part] + (at - begin);
-            const float *noise = fresh + (at - (drawn - WORDS));
+            float *numbers = (float *)(intptr_t)parts[3 * part] + (at - begin);
+            float *noise = fresh + (at - (drawn - WORDS));
             /* What comes after the next group is on its way from memory while that group's noise is made. */
             for (Word i = 0; i < some; i += LINE) __builtin_prefetch(numbers + AHEAD + i, 1);
-            for (Word i = 0; i < some; i++) numbers[i] = numbers[i] * factor + noise[i];
+            if (kept) recall(noise, (float *)(intptr_t)parts[3 * part + 2] + (at - begin), size, factors, kept, some);
+            for (Word i = 0; i < some; i++) numbers[i] = numbers[i] * factor + times * noise[i];
             at += some;
         }
         begin = end;

@@ -29,6 +29,7 @@ from torch import Tensor
 from ghostclip.native import library
 from ghostclip.native.calls import share_out
 from ghostclip.noise.cipher import KeyStream
+from ghostclip.noise.release import Recurrence
 
 __all__ = ["Aes", "ChaCha", "DeviceNormal", "Normal", "box_muller", "normal_on"]
 
@@ -92,7 +93,7 @@ class ChaCha(Normal):
         self._lanes = compiled.ghostclip_lanes()
         self._normal, self._release = compiled.ghostclip_normal, compiled.ghostclip_release
         self._words = compiled.ghostclip_words
-        self._normal.argtypes, self._release.argtypes = [ctypes.c_ssize_t] * 6, [ctypes.c_ssize_t] * 8
+        self._normal.argtypes, self._release.argtypes = [ctypes.c_ssize_t] * 6, [ctypes.c_ssize_t] * 10
         self._words.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64]
         self._words.restype = ctypes.c_uint64
 
@@ -103,26 +104,32 @@ class ChaCha(Normal):
         self._share_out(self._normal, out.numel(), (out, float(std)))
         return torch.autograd.graph.increment_version(out)
 
-    def add(self, sums: Sequence[Tensor], std: float, divisor: float) -> bool:
+    def add(self, sums: Sequence[Tensor], std: float, divisor: float, recurrence: Recurrence | None = None) -> bool:
         """Turns each sum into sum / divisor + noise of standard deviation ``std``, in one read of it.
 
         Args:
             sums: that `fill` would give one flat draw.
             std: standard deviation.
             divisor: what the sums are divided by.
+            recurrence: makes noise that depends on earlier steps', of which ``std`` is that of the independent part;
+                the noise is divided, too, then.
 
         Returns:
             Whether it was done; False, and nothing was touched, unless all are float32, on the CPU, and without gaps in
-            memory, contiguous or in channels_last.
+            memory, contiguous or in channels_last; contiguous where there is a recurrence.
         """
+        kept, factors = list[Tensor](), array("f", (1.0,))
+        if recurrence is not None:
+            kept, factors, std = [*recurrence.kept], _factors(recurrence, divisor), std / recurrence.first
         parts = array("q")
-        for tensor in sums:
-            if tensor.dtype != torch.float32 or not tensor.is_cpu or not _is_dense(tensor):
+        for place, tensor in enumerate(sums):
+            dense = all(each.is_contiguous() for each in (tensor, kept[place])) if kept else _is_dense(tensor)
+            if tensor.dtype != torch.float32 or not tensor.is_cpu or not dense:
                 return False
-            parts.extend((tensor.data_ptr(), tensor.numel()))
-        where = parts.buffer_info()[0]
-        self._share_out(self._release, sum(parts[1::2]), (where, len(sums), 1.0 / float(divisor), float(std)))
-        torch.autograd.graph.increment_version(sums)
+            parts.extend((tensor.data_ptr(), tensor.numel(), kept[place].data_ptr() if kept else 0))
+        given = (parts.buffer_info()[0], len(sums), 1.0 / float(divisor), float(std), factors.buffer_info()[0])
+        self._share_out(self._release, sum(parts[1::3]), (*given, len(factors) // 3))
+        torch.autograd.graph.increment_version([*sums, *kept])
         return True
 
     def _share_out(self, function: Any, size: int, arguments: tuple[Any, ...]) -> None:
@@ -197,6 +204,13 @@ class DeviceNormal(Normal):
     def fill(self, out: Tensor, std: float) -> None:
         """See `Normal.fill`."""
         out.normal_(0.0, std, generator=self._generator)
+
+
+def _factors(recurrence: Recurrence, divisor: float) -> array:
+    """What normal.c's `recall` takes for each tensor that is kept, and at the end what the noise is multiplied with."""
+    weights = recurrence.weights / recurrence.first
+    rows = np.stack([weights, recurrence.shares, recurrence.gains], axis=1)
+    return array("f", [*rows.ravel(), recurrence.scale / divisor])
 
 
 def _is_dense(tensor: Tensor) -> bool:

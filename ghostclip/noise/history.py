@@ -19,7 +19,7 @@ from ghostclip.errors import PrivacyError
 from ghostclip.noise.banded import BandedToeplitz
 from ghostclip.noise.buffered import BufferedToeplitz
 from ghostclip.noise.correlation import Correlation
-from ghostclip.noise.release import Noise
+from ghostclip.noise.release import Noise, Recurrence
 from ghostclip.norms.precision import full_precision
 
 __all__ = ["Banded", "Buffered", "NoiseHistory", "history_of"]
@@ -78,44 +78,34 @@ class NoiseHistory(ABC):
         """
         self._check(sums)
         with torch.no_grad():
-            fresh = self._advance(noise, sums, std)
-            for total, each in zip(sums, fresh, strict=True):
-                total.add_(each, alpha=float(self._norms[self.step - 1])).div_(divisor)
+            recurrence = self._begin(sums, std)
+            if not noise.release_correlated(sums, recurrence, self._std, divisor):
+                for total, each in zip(sums, _advance(noise, recurrence, self._std), strict=True):
+                    total.add_(each, alpha=recurrence.scale).div_(divisor)
+        self._end()
         return list(sums)
 
     def skip(self, noise: Noise, std: float) -> None:
         """A step that was charged and released nothing: its noise is drawn all the same, where any was before."""
         if self._state:
             with torch.no_grad():
-                self._advance(noise, [state[0] for state in self._state], std)
-        else:
-            self.step += 1
+                _advance(noise, self._begin([], std), self._std)
+        self._end()
 
-    def _advance(self, noise: Noise, like: Sequence[Tensor], std: float) -> list[Tensor]:
-        """u of the next step."""
-        self._std = std = max(std, self._std)
+    def _begin(self, like: Sequence[Tensor], std: float) -> Recurrence:
+        """How the next step's noise follows; until `_end` the mechanism isn't whole."""
+        self._std = max(std, self._std)
         if not self._state:
             self._state = [tensor.new_zeros(self._kept, *tensor.shape) for tensor in like]
         self.whole = False
-        weights, row = dict[Any, Tensor](), -self._weights()
-        for state in self._state:
-            weights.setdefault((state.dtype, state.device), torch.tensor(row, dtype=state.dtype, device=state.device))
-        pulled = []
-        for state in self._state:
-            with full_precision(state.device):
-                pulled.append(torch.tensordot(weights[state.dtype, state.device], state, 1))
-        fresh = noise.release(pulled, std, float(self._series[0]))
-        self._take_in(fresh)
+        return Recurrence(self._state, *self._factors(), float(self._series[0]), float(self._norms[self.step]))
+
+    def _end(self) -> None:
         self.step, self.whole = self.step + 1, True
-        return fresh
 
     @abstractmethod
-    def _weights(self) -> np.ndarray:
-        """Factors [kept] whose sum of products with what is kept is sum_{j >= 1} c_j u_{t - j}."""
-
-    @abstractmethod
-    def _take_in(self, fresh: Sequence[Tensor]) -> None:
-        """u_t belongs to the history from now on."""
+    def _factors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`Recurrence.weights`, ``shares`` and ``gains`` of the next step; the sum is -sum_{j >= 1} c_j u_{t - j}."""
 
     def state_dict(self) -> dict[str, Any]:
         """For the private part of a checkpoint."""
@@ -134,15 +124,12 @@ class NoiseHistory(ABC):
 class Banded(NoiseHistory):
     """The last ``bands - 1`` of u, in a ring: the one of step t is in slot t mod (bands - 1)."""
 
-    def _weights(self) -> np.ndarray:
+    def _factors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         # Slot s holds u of step t - lag.
         slots = np.arange(self._kept)
         lags = (self.step - 1 - slots) % self._kept + 1
-        return self._series[lags]
-
-    def _take_in(self, fresh: Sequence[Tensor]) -> None:
-        for state, each in zip(self._state, fresh, strict=True):
-            state[self.step % self._kept].copy_(each)
+        oldest = (lags == self._kept).astype(float)
+        return -self._series[lags], 1.0 - oldest, oldest
 
 
 class Buffered(NoiseHistory):
@@ -153,12 +140,24 @@ class Buffered(NoiseHistory):
         scales, self._rates = correlation.exponentials(steps)
         self._scales = self._series[0] * scales
 
-    def _weights(self) -> np.ndarray:
-        return self._scales
+    def _factors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return -self._scales, self._rates, np.ones(self._kept)
 
-    def _take_in(self, fresh: Sequence[Tensor]) -> None:
-        for state, each in zip(self._state, fresh, strict=True):
-            state.mul_(torch.as_tensor(self._rates).to(state).view(-1, *[1] * each.dim())).add_(each)
+
+def _advance(noise: Noise, recurrence: Recurrence, std: float) -> list[Tensor]:
+    """u of the next step, by tensor operations; what is kept is brought up to date."""
+    weights, pulled = dict[Any, Tensor](), []
+    for kept in recurrence.kept:
+        if (kind := (kept.dtype, kept.device)) not in weights:
+            weights[kind] = torch.from_numpy(recurrence.weights).to(kept)
+        with full_precision(kept.device):
+            pulled.append(torch.tensordot(weights[kind], kept, 1))
+    fresh = noise.release(pulled, std, recurrence.first)
+    for kept, each in zip(recurrence.kept, fresh, strict=True):
+        for place, (share, gain) in enumerate(zip(recurrence.shares, recurrence.gains, strict=True)):
+            if gain:
+                kept[place].mul_(share).add_(each, alpha=gain)
+    return fresh
 
 
 def history_of(correlation: Correlation, steps: int) -> NoiseHistory | None:

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ghostclip.validate import nonnegative, positive
 
-__all__ = ["Noise", "check_release", "flat", "on_flat"]
+__all__ = ["Noise", "Recurrence", "check_release", "flat", "on_flat"]
+
+
+class Recurrence(NamedTuple):
+    """How a step's noise follows from that of earlier steps: by u = (w + sum_k weights_k kept_k) / first.
+
+    After it kept_k becomes shares_k kept_k + gains_k u. ``kept`` has a tensor [K, ...] for each sum, the factors are
+    float64 [K], w is independent, and ``scale`` u is the noise of the sum.
+    """
+
+    kept: Sequence[Tensor]
+    weights: np.ndarray
+    shares: np.ndarray
+    gains: np.ndarray
+    first: float
+    scale: float
 
 
 # The least noise that a released number may have, above which neither sums nor noise are rounded to multiples of the
@@ -46,6 +62,18 @@ class Noise:
             ValueError: ``std`` or ``divisor`` is out of range, or noise so small would be lost in rounding.
         """
         raise NotImplementedError
+
+    def release_correlated(self, sums: Sequence[Tensor], recurrence: Recurrence, std: float, divisor: float) -> bool:
+        """The same in one pass, in place, with noise that depends on earlier steps', where this source can.
+
+        Args:
+            sums, std, divisor: as `release` has them; ``std`` is that of the independent part w.
+            recurrence: what is kept of earlier steps; brought up to date.
+
+        Returns:
+            Whether it was done; False where nothing was touched.
+        """
+        return False
 
     def generator(self, key: bytes | None = None) -> Any:
         """A fresh generator for sampling: as much of `numpy.random.Generator` as `binomial` and `choice`.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.noise.gaussian import ChaCha, Normal, normal_on
-from ghostclip.noise.release import Noise, check_release, on_flat
+from ghostclip.noise.release import Noise, Recurrence, check_release, on_flat
 
 __all__ = ["StandardNoise"]
 
@@ -57,6 +57,14 @@ class StandardNoise(Noise):
             noise = on_flat(sums, lambda some: self._drawn(some, std / divisor))
             torch._foreach_add_(noise, list(sums), alpha=1.0 / divisor)
         return noise
+
+    def release_correlated(self, sums: Sequence[Tensor], recurrence: Recurrence, std: float, divisor: float) -> bool:
+        """See `Noise.release_correlated`: done on the CPU, by the C kernel."""
+        check_release(sums, std, divisor)
+        stream = self._stream(sums[0].device) if sums and std > 0 else None
+        done = isinstance(stream, ChaCha) and stream.add(sums, std, divisor, recurrence)
+        self.draws += done
+        return done
 
     def _drawn(self, like: list[Tensor], std: float) -> Tensor:
         """As many numbers as these tensors of one device and type have, in one draw."""

@@ -19,8 +19,10 @@ from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.events import mechanism_of
 from ghostclip.ledger import Ledger
+from ghostclip.native import library
 from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation, noise_source
 from ghostclip.noise.history import Banded, history_of
+from ghostclip.noise.release import Recurrence
 from ghostclip.sampling import LogicalBatches
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")
@@ -202,6 +204,30 @@ def test_what_a_killed_run_released_or_reserved_counts(block: int, tmp_path: Any
     assert after.epsilon(accountant="rdp") == turns(-(-reserved // 3) + 1)
 
 
+@pytest.mark.parametrize("correlation", [BandedToeplitz(bands=4), BufferedToeplitz(buffers=3)], ids=str)
+@pytest.mark.parametrize("skipped", [(), (0,), (2, 5)], ids=str)
+def test_the_kernel_makes_the_noise_of_tensor_operations(correlation: Correlation, skipped: tuple[int, ...]) -> None:
+    """With sizes that end within a group of the cipher's blocks, and steps without a release in between."""
+    ends = []
+    for by_kernel in (True, False):
+        source, history = noise_source("test", seed=5), history_of(correlation, STEPS)
+        assert history is not None
+        sums = [torch.ones(shape) for shape in [(3,), (2, 700), (0,), (), (5, 4, 3, 3)]]
+        if not by_kernel:  # which leaves numbers that lie in another order to tensor operations
+            sums[1] = sums[1].t().contiguous().t()
+        for step in range(STEPS):
+            if step in skipped:
+                history.skip(source, 2.0)
+            else:
+                history.release(source, sums, 2.0, 4.0)
+        assert history.step == STEPS
+        kept = history.state_dict()["kept"]
+        ends.append(torch.cat([each.flatten() for each in (*sums, *kept)]))
+        now = Recurrence(kept, *history._factors(), 1.0, 1.0)
+        assert source.release_correlated(sums, now, 1.0, 1.0) == (by_kernel and library("normal") is not None)
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("sampling", ["cyclic", "cyclic_poisson"])
 def test_one_of_several_engines_goes_on_with_a_checkpoint(sampling: str, tmp_path: Any) -> None:
     """Restored before any of them steps: an example takes part in each of them at the same step."""
@@ -232,7 +258,7 @@ def test_interrupted_noise_begins_a_new_mechanism(monkeypatch: pytest.MonkeyPatc
     engine, after = (engine_for(BandedToeplitz(bands=3)) for _ in range(2))
     runs.train(engine, 2, nothing)
     with monkeypatch.context() as patched:
-        patched.setattr(Banded, "_take_in", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(Banded, "_factors", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             runs.train(engine, 1, nothing)
     assert engine.steps_taken == 3
