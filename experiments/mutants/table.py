@@ -1186,6 +1186,27 @@ COMPILED = [
         KEYS,
     ),
     Mutant(
+        "graphs that rounding sets apart from eager are refused",
+        "ghostclip/compiled/clip.py",
+        "        if most < error < math.inf:\n",
+        "        if False:\n",
+        ("tests/clipper/test_compiled_rounding.py",),
+    ),
+    Mutant(
+        "any difference of a graph counts as rounding",
+        "ghostclip/compiled/trial.py",
+        "return SLACK * max(",
+        "return 1e9 * max(",
+        ("tests/clipper/test_compiled_rounding.py",),
+    ),
+    Mutant(
+        "parameters stay nudged",
+        "ghostclip/compiled/trial.py",
+        "            tensor.copy_(value)\n    return",
+        "            pass\n    return",
+        ("tests/clipper/test_compiled_rounding.py",),
+    ),
+    Mutant(
         "what a module holds is no part of a graph's key",
         "ghostclip/compiled/signature.py",
         "            objects += (type(module), type(module).forward, *own.values())\n",

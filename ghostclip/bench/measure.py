@@ -22,6 +22,9 @@ __all__ = ["Spread", "Timings", "keep_freed_memory", "take_turns", "timed"]
 
 SLOW = 4.0  # contenders this many times slower than the baseline sit out some rounds
 LEAST_TURNS = 3
+# Turns before those that count, of contenders whose turn takes at most so many seconds: `GhostClipper` measures ownership
+# in the 2nd, 4th and 8th batch of a structure, and later in one of 64.
+WARM_UP, SHORT = 9, 2.0
 PATIENCE = 10.0  # a contender whose step takes longer than this many seconds has one turn
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h: what mallopt sets
 
@@ -97,8 +100,8 @@ def take_turns(
     costs = {}
     for name, turn in turns.items():
         costs[name] = turn()
-        if costs[name] < 1.0:
-            costs[name] = min(turn() for _ in range(3))
+        if costs[name] < SHORT:
+            costs[name] = min(turn() for _ in range(WARM_UP))
     fast = sum(cost for cost in costs.values() if cost <= SLOW * costs[baseline])
     every = {
         name: 1 if cost <= SLOW * costs[baseline] else 2 ** max(0, round(math.log2(cost / fast)))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ghostclip.clipper.cutting import leaves_of
 from ghostclip.clipper.forwards import forward_of
@@ -19,6 +19,7 @@ from ghostclip.clipper.gradient_guard import with_hook
 from ghostclip.clipper.random_states import drawing_from, random_states
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.clipper.trial import without_trace
+from ghostclip.compiled.plan import GraphPlan
 from ghostclip.compiled.region import Region, blindfolded, trace
 from ghostclip.compiled.signature import (
     CompileRequest,
@@ -30,13 +31,22 @@ from ghostclip.compiled.signature import (
     states_of,
 )
 from ghostclip.compiled.trace_friendly import Clipped, learn, steps_through_time, trace_friendly
-from ghostclip.compiled.trial import TRIALS, Trial, difference, in_a_line, timed, with_other_masks
+from ghostclip.compiled.trial import (
+    TOLERANCE,
+    TRIALS,
+    Trial,
+    by_rounding,
+    difference,
+    in_a_line,
+    timed,
+    with_other_masks,
+)
 from ghostclip.errors import RowsMovedError
 from ghostclip.native.custom_ops import as_compiled
 from ghostclip.native.notices import slow_work
 from ghostclip.norms.precision import is_narrow
 
-__all__ = ["TRIALS", "CompiledClip", "GraphPlan", "LossFunction"]
+__all__ = ["TRIALS", "CompiledClip", "LossFunction"]
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 # Graphs are made for so many keys.
@@ -55,51 +65,6 @@ MOST_FAILURES = 2
 MOST_OPEN = 16
 
 log = logging.getLogger("ghostclip")
-
-
-@dataclass
-class GraphPlan:
-    """One key's graph, and how its trial goes.
-
-    Attributes:
-        kept: what the key was made of, so that no id in it is used again. Where there is no graph nothing is kept: who
-            is taken for another by its id runs eagerly.
-        held: parameters and buffers, the graph's first inputs.
-        region: the graph; None where eager is to be used.
-        structure: of losses, norms and weights, of which the latter may be by group.
-        present: for each trained parameter, whether its sum is among the graph's outputs.
-        trial: of graph and eager.
-        batches: how many came for it.
-        runs_without_result: how many of the last batches the graph gave no result to.
-    """
-
-    kept: list[Any] = field(default_factory=list)
-    held: list[Tensor] = field(default_factory=list)
-    region: Region | None = None
-    structure: TreeSpec | None = None
-    present: list[bool] = field(default_factory=list)
-    trial: Trial = field(default_factory=Trial)
-    batches: int = 0
-    runs_without_result: int = 0
-
-    def run(self, asked: CompileRequest, keep: Tensor) -> Clipped | None:
-        """The graph's result, without the rows that were padding; None when `trace_friendly` says that it is none.
-
-        Args:
-            asked: the batch.
-            keep: 1 for rows that are examples, 0 for padding.
-        """
-        assert self.region is not None
-        assert self.structure is not None
-        fine, *found = self.region(*self.held, *asked.leaves, keep)
-        if not math.isfinite(fine.item()):
-            return None
-        count = len(found) - sum(self.present)
-        vectors, sums = found[:count], iter(found[count:])
-        if asked.examples < len(vectors[0]):
-            vectors = [vector[: asked.examples] for vector in vectors]
-        losses, norms, weights = tree_unflatten(vectors, self.structure)
-        return Clipped(losses, norms, weights, [next(sums) if there else None for there in self.present])
 
 
 @dataclass
@@ -388,6 +353,11 @@ class CompiledClip:
     ) -> tuple[Clipped, str | None]:
         """What the eager passes give, and why the graph is refused; ``trial`` takes the times of both."""
         states, reason = random_states(), None
+
+        def again() -> Sequence[Tensor | None]:
+            with drawing_from(states):
+                return self.eager(loss_fn, batch).sums
+
         try:
             with torch.no_grad(), drawing_from(states):
                 found, compiled = timed(lambda: plan.run(asked, self.keep_rows(asked)))
@@ -397,4 +367,8 @@ class CompiledClip:
         # Padding shifts which random number is whose, so that only whole batches of a random model can be compared.
         comparable = found is not None and (asked.examples == asked.key[0] or random_states() == states)
         error = difference(found.sums, expected.sums) if found is not None and comparable else 0.0
-        return expected, reason or trial.note(compiled, taken, error, expected.losses.dtype)
+        most = TOLERANCE.get(expected.losses.dtype, TOLERANCE[torch.float32])
+        if most < error < math.inf:
+            with without_trace(self.model):
+                most = max(most, by_rounding(self.model.parameters(), again, expected.sums))
+        return expected, reason or trial.note(compiled, taken, error, most)

@@ -17,6 +17,7 @@ import ghostclip
 from ghostclip.clipping import PerLayer
 from ghostclip.compiled import clip as compiling
 from ghostclip.compiled import trial
+from ghostclip.compiled.plan import GraphPlan
 
 # Each with the losses, and what makes batches of the model.
 CASES = {
@@ -96,3 +97,34 @@ def test_rounding_to_narrow_gradients_counts_as_without_compiling(monkeypatch):
     assert clipper.compiled.graphs == 1
     assert bounds[0] == bounds[1]
     assert bounds[0][0] > 0.5
+
+
+@pytest.mark.parametrize("turning", [True, False])
+def test_a_unit_that_rounding_turns_does_not_speak_against_a_graph(turning, monkeypatch):
+    """A difference counts where it is more than eager sums change by when parameters change by rounding.
+
+    What a ReLU is given here is zero but for rounding; beside a Tanh the same difference is none that rounding makes.
+    """
+    interpret(monkeypatch)
+    run = GraphPlan.run
+
+    def off(plan, asked, keep):
+        found = run(plan, asked, keep)
+        found.sums = [1.01 * each for each in found.sums]
+        return found
+
+    monkeypatch.setattr(GraphPlan, "run", off)
+    torch.manual_seed(0)
+    first = nn.Linear(6, 40, bias=False)
+    with torch.no_grad():
+        first.weight[:, 3:] = -first.weight[:, :3]
+    model = nn.Sequential(first, nn.ReLU() if turning else nn.Tanh(), nn.Dropout(0.2), nn.Linear(40, 3))
+    x, before = torch.randn(8, 3).repeat(1, 2), [each.clone() for each in model.parameters()]
+    versions = [each._version for each in model.parameters()]
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(model), 1.0, compile=True)
+    for _ in range(6):
+        clipper.clip(lambda model, x: (model(x) - 1).square().sum(1), x)
+    assert [each._version for each in model.parameters()] == versions
+    assert all(map(torch.equal, model.parameters(), before))
+    assert bool(clipper.compiled.refusals) != turning
+    assert turning or "differ from eager's by 0.01" in clipper.compiled.refusals[0]
