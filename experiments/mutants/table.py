@@ -1754,8 +1754,8 @@ OBSERVED = [
     Mutant(
         "epsilon that grows counts one neighbour only",
         "ghostclip/accounting/running.py",
-        "        return max(each.epsilon(count, self._delta) for each in self._directions) * (1.0 + ROUNDING)\n",
-        "        return min(each.epsilon(count, self._delta) for each in self._directions) * (1.0 + ROUNDING)\n",
+        "        return max(each.epsilon(count, delta) for each in self._directions) * (1.0 + ROUNDING)\n",
+        "        return min(each.epsilon(count, delta) for each in self._directions) * (1.0 + ROUNDING)\n",
         ("tests/privacy/test_running_epsilon.py",),
     ),
     Mutant(
@@ -4014,9 +4014,37 @@ CHOSEN_PRIVATELY = [
     Mutant(
         "two continuations of one checkpoint are counted as one",
         SPENDING,
-        "            if steps_of(mechanism, both) > most:\n",
+        "            if steps_of(mechanism, both) > max(steps_of(mechanism, runs), steps_of(mechanism, known)):\n",
         "            if False:\n",
         ("tests/privacy/test_correlated_noise.py",),
+    ),
+    Mutant(
+        "a ledger takes in two continuations of one checkpoint by two engines",
+        SPENDING,
+        "known = self._runs if self._account is None else self._with_known(self._account.runs)",
+        "known = self._runs",
+        ("tests/privacy/test_correlated_noise.py",),
+    ),
+    Mutant(
+        "rounding of transforms counts as delta",
+        "ghostclip/accounting/losses.py",
+        "    return OFF_BY * releases\n",
+        "    return 0.0\n",
+        ("tests/privacy/test_accounting.py",),
+    ),
+    Mutant(
+        "noise that is lost in rounding is released",
+        "ghostclip/noise/release.py",
+        "if 0.0 < std < least * divisor:",
+        "if False:",
+        ("tests/privacy/test_noise.py",),
+    ),
+    Mutant(
+        "norms are compared in other company without the forward that measuring asks for",
+        "ghostclip/self_check/trial_losses.py",
+        "with self._passes.forgetting(), self._passes.running(forward_of(self.model, self._loss_fn, batch)):",
+        "with self._passes.forgetting():",
+        ("tests/engine/test_comparison.py",),
     ),
     Mutant(
         "a mechanism whose noise was interrupted goes on after a restart",

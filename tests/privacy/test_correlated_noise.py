@@ -22,7 +22,7 @@ from ghostclip.ledger import Ledger
 from ghostclip.native import library
 from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation, noise_source
 from ghostclip.noise.history import Banded, history_of
-from ghostclip.noise.release import Recurrence
+from ghostclip.noise.release import NoiseStep
 from ghostclip.sampling import LogicalBatches
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")
@@ -223,7 +223,7 @@ def test_the_kernel_makes_the_noise_of_tensor_operations(correlation: Correlatio
         assert history.step == STEPS
         kept = history.state_dict()["kept"]
         ends.append(torch.cat([each.flatten() for each in (*sums, *kept)]))
-        now = Recurrence(kept, *history._factors(), 1.0, 1.0)
+        now = NoiseStep(kept, *history._factors(), 1.0, 1.0)
         assert source.release_correlated(sums, now, 1.0, 1.0) == (by_kernel and library("normal") is not None)
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
