@@ -23,7 +23,7 @@ __all__ = ["Spread", "Timings", "keep_freed_memory", "take_turns", "timed"]
 SLOW = 4.0  # contenders this many times slower than the baseline sit out some rounds
 LEAST_TURNS = 3
 # Turns before those that count, where one takes at most so many seconds. `GhostClipper` measures ownership in the 2nd,
-# 4th, 8th and 16th batch of a structure, and later in one of 64.
+# 4th, 8th and 16th batch of a structure, and more seldom later.
 WARM_UP, SHORT = 15, 2.0
 PATIENCE = 10.0  # a contender whose step takes longer than this many seconds has one turn
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h: what mallopt sets
