@@ -222,6 +222,7 @@ def test_one_run_by_turns_is_held_against_the_engine_s_epsilon_and_finds_a_bug(m
     release = STANDARD.release
     too_little = lambda self, sums, std, divisor=1.0: release(self, sums, std / 100, divisor)  # noqa: E731
     monkeypatch.setattr(STANDARD, "release", too_little)
+    monkeypatch.setattr(STANDARD, "release_correlated", lambda *given: False)  # which leaves it to `release`
     broken = audited(dataset=data(200), confidence=0.95, **options)
     assert broken.one_run.correct >= 0.9 * broken.one_run.guesses
     assert broken.audited > sound.audited
