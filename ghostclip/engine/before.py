@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from ghostclip import accounting
 from ghostclip.engine.noises import Noises
+from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger
 from ghostclip.noise.mean import PREFIX, PrivateMean
@@ -31,10 +32,12 @@ class Before:
         planned: what the noise of the steps is calibrated with.
 
     Raises:
-        TypeError: something else than a `PrivateMean` is among them.
+        TypeError: something else than a `PrivateMean` is among them, or one is given without a list.
     """
 
     def __init__(self, released: Iterable[PrivateMean], private: bool) -> None:
+        if isinstance(released, PrivateMean):
+            raise TypeError("before must be a list of what ghostclip.private_mean returned; give before=[released]")
         released = list(released)
         for each in released:
             if not isinstance(each, PrivateMean):
@@ -44,6 +47,16 @@ class Before:
         self.events: dict[str, Event] = {name: each.event for name, each in self._released.items()}
         self.noises: Noises = [(each.noise, each.generator) for each in self._released.values()]
         self.planned = [each.event if private else each.planned for each in self._released.values()]
+
+    def check_like(self, step: Event) -> None:
+        """Raises PrivacyError where a release is about other neighbours than the training's steps."""
+        for each in self.planned:
+            if (each.relation, each.unit) != (step.relation, step.unit):
+                raise PrivacyError(
+                    f"what was released before (about {each.relation} of one {each.unit}) and the steps (about "
+                    f"{step.relation} of one {step.unit}) protect different things and don't add up to one guarantee; "
+                    "leave before out, or give private_mean the engine's neighboring and the engine no unit_ids"
+                )
 
     def check_target(self, epsilon: float, delta: float) -> None:
         """Raises ValueError where these releases alone don't leave anything of the target."""

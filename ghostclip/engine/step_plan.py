@@ -145,6 +145,7 @@ class StepPlan:
             )
         self.planned_steps: int | None = None
         self.target_epsilon = target_epsilon
+        self.before.check_like(self._events(1.0)[0])
         if noise_multiplier is not None:
             if self.correlation is not None:
                 self.planned_steps = self.correlation.steps

@@ -29,7 +29,7 @@ def released(**changes: Any) -> PrivateMean:
     return private_mean(torch.ones(24, 3), **changes)
 
 
-def engine_for(before: list[Any], **changes: Any) -> PrivacyEngine:
+def engine_for(before: Any, **changes: Any) -> PrivacyEngine:
     options = {"noise_multiplier": 2.0, "clipping": 0.5, "target_delta": 1e-3, **changes}
     return runs.engine_for(runs.network(), before=before, **options)
 
@@ -125,8 +125,9 @@ def test_repeatable_noise_protects_nothing() -> None:
     [
         ([MEAN], {}, TypeError, "what ghostclip.private_mean returned; got SampledGaussian"),
         ([{"noise_multiplier": 0.5}], TARGET, ValueError, "released before spends epsilon = .* leaves nothing"),
-        ([{"neighboring": "replace_one"}], {}, PrivacyError, "protect different things"),
-        ([{}], {"unit_ids": list(range(24))}, PrivacyError, "protect different things"),
+        ([{"neighboring": "replace_one"}], {}, PrivacyError, "about replace_one of one example.* different things"),
+        ([{}], {"unit_ids": list(range(24))}, PrivacyError, "the steps .*of one user.* protect different things"),
+        ([{}], {"unit_ids": list(range(24)), **TARGET}, PrivacyError, "protect different things.* no unit_ids"),
     ],
 )
 def test_what_cannot_be_charged_is_refused(before, changes, error, message, path):
@@ -134,3 +135,8 @@ def test_what_cannot_be_charged_is_refused(before, changes, error, message, path
     with pytest.raises(error, match=message):
         engine_for(given, ledger=path, **changes)
     assert not path.exists() or Ledger(path).events == []
+
+
+def test_a_release_without_a_list_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"give before=\[released\]"):
+        engine_for(released())
