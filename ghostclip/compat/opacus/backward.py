@@ -295,7 +295,8 @@ class ScalarLosses:
                 f"an output of the model, through which loss.backward() came, has shape {list(output.shape)}, but the "
                 f"physical batch has {rows} examples; the model must return a row for each example in dimension "
                 f"{self._batch_dims[0]}, and the loss be computed outside of it (token outputs as [B, T, ...]; for "
-                "pairs or views of each example call the model once for each of both)"
+                "pairs or views of each example call the model once for each of both; for parts of a batch that don't "
+                "fit into memory together use BatchMemoryManager in place of slices)"
             )
         if rows:  # of none, every other dimension of none would do
             self._dims[place, output.dim()] = fits[0]
