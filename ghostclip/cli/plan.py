@@ -144,6 +144,9 @@ def _check(arguments: argparse.Namespace, examples: int) -> None:
         if arguments.max_physical_batch_size is not None:
             positive_int(max_physical_batch_size=arguments.max_physical_batch_size)
     open_fraction(delta=arguments.delta)
+    for option in ("max_norm", "learning_rate"):
+        if (value := getattr(arguments, option)) is not None:
+            positive(**{option: value})
     if whole(seed=arguments.seed) >= 2**63:
         raise ValueError(f"seed must be below 2**63; got {arguments.seed}")
 

@@ -124,10 +124,10 @@ def run_ledger(arguments: argparse.Namespace) -> int:
     print(f"{arguments.ledger}: {head.records} records, each whole and in its place; the last hash is {head.hash}")
     if torn:
         print(f"A crash cut the last line short after {torn} bytes; the next run mends it.")
-    for row in runs:
+    for row, (_, event) in zip(runs, by_run, strict=True):
         times = f"from {row['from']} to {row['to']}"
         noise = f"{row['noise']} noise" + (f" from {row['generator']}" if row["generator"] else "")
-        print(f"  run {row['run']}, {noise}, {times}: {row['steps']:,} steps over {row['setting']}")
+        print(f"  run {row['run']}, {noise}, {times}: {accounting.steps(replace(event, count=row['steps']))}")
     print(accounting.guarantee(spent, **choice))
     return 0
 

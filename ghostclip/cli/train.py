@@ -58,7 +58,8 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--compare",
         action=argparse.BooleanOptionalAction,
-        help="also train at epsilon 3 and 1 and without privacy, and time every method (default: for digits)",
+        help="also train at epsilon 3 and 1 and without privacy, beside oriented the linear model, too, and time every "
+        "method (default: for digits)",
     )
 
 
@@ -81,7 +82,7 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("privacy").add_argument
     add("--epsilon", type=float, help=f"target (default: {DEFAULT_EPSILON:g})")
     add("--noise-multiplier", type=float, metavar="SIGMA", help="instead of --epsilon; 0 is not private")
-    how = "hardened: from a cipher, rounded to a lattice, so that no digit gives data away (default: standard)"
+    how = "hardened: rounded to a lattice, so that no digit gives data away (default: standard)"
     add("--noise", choices=("standard", "hardened"), help=how)
     add("--delta", type=float, default=1e-5, help="default: 1e-5")
     add("--max-norm", type=float, metavar="C", help="clipping norm")

@@ -201,6 +201,13 @@ def test_the_text_of_a_search_has_the_guarantee(path: Path, capsys: Capsys) -> N
     assert not path.exists()
 
 
+@pytest.mark.usefixtures("two_runs")
+def test_a_search_is_no_step_in_the_text_of_its_ledger(path: Path, capsys: Capsys) -> None:
+    ran(capsys, *SEARCH, "--ledger", path)
+    _, run, _ = ran(capsys, "ledger", path).splitlines()
+    assert ": the best of a random number of runs (poisson distribution of mean 3), each of 3 steps over" in run
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -146,6 +146,13 @@ def test_a_network_of_good_features_has_their_mean_first(tmp_path):
         assert outcome.run.epsilons["PLD"] == pytest.approx(accounting.epsilon_of(events, delta=1e-5))
 
 
+@pytest.mark.parametrize("words", [("--max-norm", "0"), ("--learning-rate", "-1")])
+def test_a_value_out_of_range_is_told_before_noise_is_calibrated(words, monkeypatch):
+    monkeypatch.setattr(accounting, "noise_for", lambda *_, **__: pytest.fail("calibrated"))
+    with pytest.raises(ValueError, match="must be a finite number > 0"):
+        planned("--model", "mlp", *words)
+
+
 def test_a_linear_model_is_planned_beside_the_network_with_settings_of_its_own():
     words = ["--model", "oriented", "--epsilon", "3", "--max-norm", "0.5", "--epochs", "2"]
     plans = planned(*words)[:-1]
