@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ghostclip import accounting
 
 if TYPE_CHECKING:
+    from ghostclip.engine.budget import Spending
     from ghostclip.engine.privacy_engine import PrivacyEngine
 
 __all__ = ["add_guarantee", "new_card"]
@@ -35,16 +36,16 @@ def new_card(engine: PrivacyEngine) -> Any:
     return ModelCard(f"---\n{{}}\n---\n\n# {type(engine.model).__name__}, trained with differential privacy\n")
 
 
-def add_guarantee(card: Any, engine: PrivacyEngine, unit: str, noise: str) -> Any:
+def add_guarantee(card: Any, engine: PrivacyEngine, spending: Spending, noise: str) -> Any:
     """The ModelCard ``card`` with the guarantee in its metadata, and a section of text at its end; it is changed.
 
     All figures are public: settings, charges, and bounds that follow from them. None depends on which examples were
-    drawn, or on losses and norms. ``unit`` is "example" or "user", ``noise`` says the modes of noise.
+    drawn, or on losses and norms. ``spending`` is the engine's, ``noise`` says the modes of noise.
     """
-    facts = _facts(engine, unit, noise)
+    facts = _facts(engine, spending.unit, noise)
     card.data.tags = [*(tag for tag in card.data.tags or [] if tag not in TAGS), *TAGS]
     card.data[KEY] = facts
-    not_covered = "\n".join(f"- {line.format(unit=unit)}" for line in NOT_COVERED)
+    not_covered = "\n".join(f"- {line.format(unit=spending.unit)}" for line in NOT_COVERED)
     section = (
         "## Differential privacy\n\n"
         f"Trained with DP-SGD by GhostClip {facts['ghostclip']}. The guarantee for the training data: "
@@ -52,6 +53,12 @@ def add_guarantee(card: Any, engine: PrivacyEngine, unit: str, noise: str) -> An
         f"| setting | value |\n| --- | --- |\n{_rows(facts)}\n\n"
         f"The guarantee does not cover:\n\n{not_covered}\n"
     )
+    own = sum(spent.total() for spent in spending.runs.values())
+    if (others := sum(event.count for event in engine.events) - own) > 0:
+        section += (
+            f"\nThe guarantee also covers {others:,} {'release' if others == 1 else 'releases'} in the same ledger that did "
+            "not lead to this model: of other runs, or of one that was killed, with those that it had reserved.\n"
+        )
     if (line := _last_line(engine)) is not None:
         section += f"\nThe last line of the ledger of all charges:\n\n```json\n{line}\n```\n"
     card.text = f"{card.text.rstrip()}\n\n{section}"

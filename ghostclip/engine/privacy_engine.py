@@ -309,7 +309,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         Nothing in it depends on which examples were drawn. Raises as `epsilon`, and ModuleNotFoundError without
         huggingface_hub.
         """
-        return add_guarantee(new_card(self) if card is None else card, self, self._spending.unit, self._snapshots.modes)
+        return add_guarantee(new_card(self) if card is None else card, self, self._spending, self._snapshots.modes)
 
     def accept_parameters(self) -> None:
         """Accepts trained parameters that were changed by no private data, such as a loaded state dict.

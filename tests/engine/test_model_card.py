@@ -57,6 +57,18 @@ def test_the_last_line_of_the_ledger_is_there_as_it_stands(engine: PrivacyEngine
     assert "ledger" not in steps(private()).model_card().content
 
 
+def test_it_says_what_else_the_guarantee_covers(engine: PrivacyEngine, tmp_path: Any) -> None:
+    """A run that goes on with a checkpoint, in the ledger of one that took a step more and was killed."""
+    words = "The guarantee also covers 1 release in the same ledger that did not lead to this model"
+    engine.save(tmp_path / "saved")
+    assert "also covers" not in engine.model_card().text
+    steps(engine, 1)
+    after = private(noise_multiplier=1.5, clipping=0.25, ledger=engine.ledger.path)
+    after.restore(tmp_path / "saved")
+    assert words in after.model_card().text
+    assert words in steps(after, 1).model_card().text
+
+
 def test_nothing_depends_on_data(tmp_path: Any) -> None:
     """Two trainings on other data, with other batches, losses and norms, have the same card."""
     cards = []
