@@ -356,8 +356,8 @@ class Spending:
         plan, where = self._plan, ""
         if self.ledger is not None:
             where = (
-                f" (all in the ledger {self.ledger.path} counts, also what a run that isn't over has reserved, which its "
-                "engine.detach() gives back, and what a killed one had)"
+                f" (all in the ledger {self.ledger.path} counts, also what a run that isn't over has reserved, which "
+                "its engine.detach() gives back, and what a killed one had)"
             )
         if plan.planned_steps is not None and self._charged_in(spent) >= plan.planned_steps:
             spend = "for which the noise is correlated" if plan.target_epsilon is None else (
