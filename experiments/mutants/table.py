@@ -4123,7 +4123,7 @@ NOISE_OVER_STEPS = [
         "ghostclip/noise/gaussian.py",
         "all(each.is_contiguous() for each in (tensor, kept[place])) if kept else _is_dense(tensor)",
         "True if kept else _is_dense(tensor)",
-        CORRELATED,
+        ("tests/privacy/test_noise.py",),
     ),
     Mutant(
         "history lost at a restart and not charged",

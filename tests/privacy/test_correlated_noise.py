@@ -19,10 +19,8 @@ from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.events import mechanism_of
 from ghostclip.ledger import Ledger
-from ghostclip.native import library
 from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation, noise_source
 from ghostclip.noise.history import Banded, history_of
-from ghostclip.noise.release import NoiseStep
 from ghostclip.sampling import LogicalBatches
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")
@@ -202,30 +200,6 @@ def test_what_a_killed_run_released_or_reserved_counts(block: int, tmp_path: Any
     reserved = {1: 5, 2: 6, 32: STEPS}[block]
     assert sorted(event.count for event in after.events) == [3, reserved]
     assert after.epsilon(accountant="rdp") == turns(-(-reserved // 3) + 1)
-
-
-@pytest.mark.parametrize("correlation", [BandedToeplitz(bands=4), BufferedToeplitz(buffers=3)], ids=str)
-@pytest.mark.parametrize("skipped", [(), (0,), (2, 5)], ids=str)
-def test_the_kernel_makes_the_noise_of_tensor_operations(correlation: Correlation, skipped: tuple[int, ...]) -> None:
-    """With sizes that end within a group of the cipher's blocks, and steps without a release in between."""
-    ends = []
-    for by_kernel in (True, False):
-        source, history = noise_source("test", seed=5), history_of(correlation, STEPS)
-        assert history is not None
-        sums = [torch.ones(shape) for shape in [(3,), (2, 700), (0,), (), (5, 4, 3, 3)]]
-        if not by_kernel:  # which leaves numbers that lie in another order to tensor operations
-            sums[1] = sums[1].t().contiguous().t()
-        for step in range(STEPS):
-            if step in skipped:
-                history.skip(source, 2.0)
-            else:
-                history.release(source, sums, 2.0, 4.0)
-        assert history.step == STEPS
-        kept = history.state_dict()["kept"]
-        ends.append(torch.cat([each.flatten() for each in (*sums, *kept)]))
-        now = NoiseStep(kept, *history._factors(), 1.0, 1.0)
-        assert source.release_correlated(sums, now, 1.0, 1.0) == (by_kernel and library("normal") is not None)
-    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("sampling", ["cyclic", "cyclic_poisson"])

@@ -16,8 +16,10 @@ from ledgers import in_child
 from scipy import stats
 
 from ghostclip.native import library
-from ghostclip.noise import noise_source
+from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation, noise_source
 from ghostclip.noise.gaussian import CHUNK, SMALL, Aes, ChaCha, Normal, box_muller
+from ghostclip.noise.history import history_of
+from ghostclip.noise.release import NoiseStep
 from ghostclip.noise.standard import StandardNoise
 
 # A false alarm once in a hundred thousand runs for each test.
@@ -230,6 +232,30 @@ def test_noise_in_place_is_the_flat_draw_of_all_sums() -> None:
     assert torch.allclose(torch.cat([tensor.flatten() for tensor in sums]), 2.5 + flat, rtol=1e-6)
     assert all(tensor._version > version for tensor, version in zip(sums, before, strict=True))
     assert one.position == other.position
+
+
+@pytest.mark.parametrize("correlation", [BandedToeplitz(bands=4), BufferedToeplitz(buffers=3)], ids=str)
+@pytest.mark.parametrize("skipped", [(), (0,), (2, 5)], ids=str)
+def test_the_kernel_makes_the_noise_of_tensor_operations(correlation: Correlation, skipped: tuple[int, ...]) -> None:
+    """With sizes that end within a group of the cipher's blocks, and steps without a release in between."""
+    ends = []
+    for by_kernel in (True, False):
+        source, history = noise_source("test", seed=5), history_of(correlation, 12)
+        assert history is not None
+        sums = [torch.ones(shape) for shape in [(3,), (2, 700), (0,), (), (5, 4, 3, 3)]]
+        if not by_kernel:  # which leaves numbers that lie in another order to tensor operations
+            sums[1] = sums[1].t().contiguous().t()
+        for step in range(12):
+            if step in skipped:
+                history.skip(source, 2.0)
+            else:
+                history.release(source, sums, 2.0, 4.0)
+        assert history.step == 12
+        kept = history.state_dict()["kept"]
+        ends.append(torch.cat([each.flatten() for each in (*sums, *kept)]))
+        now = NoiseStep(kept, *history._factors(), 1.0, 1.0)
+        assert source.release_correlated(sums, now, 1.0, 1.0) == (by_kernel and library("normal") is not None)
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("odd", [torch.ones(4, 6).t(), torch.ones(3, dtype=torch.float64)])
