@@ -57,7 +57,7 @@ def add_guarantee(card: Any, engine: PrivacyEngine, spending: Spending, noise: s
     if (others := sum(event.count for event in engine.events) - own) > 0:
         section += (
             f"\nThe guarantee also covers {others:,} {'release' if others == 1 else 'releases'} in the same ledger "
-            "that did not lead to this model: of other runs, or of one that was killed, reserved ones too.\n"
+            "that did not lead to this model: steps of other runs, and what a run that was killed had reserved.\n"
         )
     if (line := _last_line(engine)) is not None:
         section += f"\nThe last line of the ledger of all charges:\n\n```json\n{line}\n```\n"

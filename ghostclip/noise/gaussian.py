@@ -29,7 +29,7 @@ from torch import Tensor
 from ghostclip.native import library
 from ghostclip.native.calls import share_out
 from ghostclip.noise.cipher import KeyStream
-from ghostclip.noise.release import NoiseStep
+from ghostclip.noise.release import NoiseRecurrence
 
 __all__ = ["Aes", "ChaCha", "DeviceNormal", "Normal", "box_muller", "normal_on"]
 
@@ -104,7 +104,9 @@ class ChaCha(Normal):
         self._share_out(self._normal, out.numel(), (out, float(std)))
         return torch.autograd.graph.increment_version(out)
 
-    def add(self, sums: Sequence[Tensor], std: float, divisor: float, recurrence: NoiseStep | None = None) -> bool:
+    def add(
+        self, sums: Sequence[Tensor], std: float, divisor: float, recurrence: NoiseRecurrence | None = None
+    ) -> bool:
         """Turns each sum into sum / divisor + noise of standard deviation ``std``, in one read of it.
 
         Args:
@@ -206,7 +208,7 @@ class DeviceNormal(Normal):
         out.normal_(0.0, std, generator=self._generator)
 
 
-def _factors(recurrence: NoiseStep, divisor: float) -> array:
+def _factors(recurrence: NoiseRecurrence, divisor: float) -> array:
     """What normal.c's `recall` takes for each tensor that is kept, and at the end what the noise is multiplied with."""
     weights = recurrence.weights / recurrence.first
     rows = np.stack([weights, recurrence.shares, recurrence.gains], axis=1)

@@ -19,7 +19,7 @@ from ghostclip.errors import PrivacyError
 from ghostclip.noise.banded import BandedToeplitz
 from ghostclip.noise.buffered import BufferedToeplitz
 from ghostclip.noise.correlation import Correlation
-from ghostclip.noise.release import Noise, NoiseStep
+from ghostclip.noise.release import Noise, NoiseRecurrence
 from ghostclip.norms.precision import full_precision
 
 __all__ = ["Banded", "Buffered", "NoiseHistory", "history_of"]
@@ -92,20 +92,20 @@ class NoiseHistory(ABC):
                 _advance(noise, self._begin([], std), self._std)
         self._end()
 
-    def _begin(self, like: Sequence[Tensor], std: float) -> NoiseStep:
+    def _begin(self, like: Sequence[Tensor], std: float) -> NoiseRecurrence:
         """How the next step's noise follows; until `_end` the mechanism isn't whole."""
         self._std = max(std, self._std)
         if not self._state:
             self._state = [tensor.new_zeros(self._kept, *tensor.shape) for tensor in like]
         self.whole = False
-        return NoiseStep(self._state, *self._factors(), float(self._series[0]), float(self._norms[self.step]))
+        return NoiseRecurrence(self._state, *self._factors(), float(self._series[0]), float(self._norms[self.step]))
 
     def _end(self) -> None:
         self.step, self.whole = self.step + 1, True
 
     @abstractmethod
     def _factors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`NoiseStep.weights`, ``shares`` and ``gains`` of the next step; the sum is -sum_{j >= 1} c_j u_{t - j}."""
+        """`NoiseRecurrence.weights`, ``shares`` and ``gains`` of the next step; the sum is -sum_{j >= 1} c_j u_{t - j}."""
 
     def state_dict(self) -> dict[str, Any]:
         """For the private part of a checkpoint."""
@@ -144,7 +144,7 @@ class Buffered(NoiseHistory):
         return -self._scales, self._rates, np.ones(self._kept)
 
 
-def _advance(noise: Noise, recurrence: NoiseStep, std: float) -> list[Tensor]:
+def _advance(noise: Noise, recurrence: NoiseRecurrence, std: float) -> list[Tensor]:
     """u of the next step, by tensor operations; what is kept is brought up to date."""
     weights, pulled = dict[Any, Tensor](), []
     for kept in recurrence.kept:

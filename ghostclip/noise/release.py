@@ -13,10 +13,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ghostclip.validate import nonnegative, positive
 
-__all__ = ["Noise", "NoiseStep", "check_release", "flat", "on_flat"]
+__all__ = ["Noise", "NoiseRecurrence", "check_release", "flat", "on_flat"]
 
 
-class NoiseStep(NamedTuple):
+class NoiseRecurrence(NamedTuple):
     """How a step's noise follows from that of earlier steps: by u = (w + sum_k weights_k kept_k) / first.
 
     After it kept_k becomes shares_k kept_k + gains_k u. ``kept`` has a tensor [K, ...] for each sum, the factors are
@@ -63,7 +63,9 @@ class Noise:
         """
         raise NotImplementedError
 
-    def release_correlated(self, sums: Sequence[Tensor], recurrence: NoiseStep, std: float, divisor: float) -> bool:
+    def release_correlated(
+        self, sums: Sequence[Tensor], recurrence: NoiseRecurrence, std: float, divisor: float
+    ) -> bool:
         """The same in one pass, in place, with noise that depends on earlier steps', where this source can.
 
         Args:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.noise.gaussian import ChaCha, Normal, normal_on
-from ghostclip.noise.release import Noise, NoiseStep, check_release, on_flat
+from ghostclip.noise.release import Noise, NoiseRecurrence, check_release, on_flat
 
 __all__ = ["StandardNoise"]
 
@@ -58,7 +58,9 @@ class StandardNoise(Noise):
             torch._foreach_add_(noise, list(sums), alpha=1.0 / divisor)
         return noise
 
-    def release_correlated(self, sums: Sequence[Tensor], recurrence: NoiseStep, std: float, divisor: float) -> bool:
+    def release_correlated(
+        self, sums: Sequence[Tensor], recurrence: NoiseRecurrence, std: float, divisor: float
+    ) -> bool:
         """See `Noise.release_correlated`: done on the CPU, by the C kernel."""
         check_release(sums, std, divisor)
         stream = self._stream(sums[0].device) if sums and std > 0 else None
