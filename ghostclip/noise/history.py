@@ -105,7 +105,7 @@ class NoiseHistory(ABC):
 
     @abstractmethod
     def _factors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`NoiseRecurrence.weights`, ``shares`` and ``gains`` of the next step; the sum is -sum_{j >= 1} c_j u_{t - j}."""
+        """Weights, shares and gains of the next step's recurrence; its sum is -sum_{j >= 1} c_j u_{t - j}."""
 
     def state_dict(self) -> dict[str, Any]:
         """For the private part of a checkpoint."""
