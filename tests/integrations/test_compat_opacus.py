@@ -209,7 +209,7 @@ def test_a_forward_of_public_rows_as_many_as_a_batch_has_is_refused_in_the_first
 
 @one_size
 def test_a_batch_cut_into_slices_by_hand_is_refused_and_the_error_names_the_batch_memory_manager() -> None:
-    model, optimizer, loader = small(nn.Linear(5, 4), poisson_sampling=False)
+    model, optimizer, loader = small(nn.Linear(5, 5), poisson_sampling=False)
     inputs, targets = next(iter(loader))
     nn.functional.cross_entropy(model(inputs[1:]), targets[1:]).backward()
     optimizer.signal_skip_step(do_skip=True)
