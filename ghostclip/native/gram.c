@@ -109,12 +109,13 @@ INLINE int NAME(is_empty)(const REAL *left, const REAL *right, long outputs, lon
     return own < 2 && other < 2 && !(own && other);
 }
 
-/* squared [batch], and scale [batch]: sum_t |left_t|^2 |right_t|^2, for examples [first, last). Strides are those of
- * examples and positions. An example's first and last positions are left out where they add nothing, as padding does.
+/* squared [batch], scale [batch], which is sum_t |left_t|^2 |right_t|^2, and sizes [2, batch], sum_t |left_t|^2 and
+ * sum_t |right_t|^2, for examples [first, last). Strides are those of examples and positions. An example's first and last
+ * positions are left out where they add nothing, as padding does.
  * Returns 0, or 1 where there is no memory. */
 int NAME(gram)(const REAL *left, long left_example, long left_position, const REAL *right, long right_example,
-               long right_position, REAL *squared, REAL *scale, long positions, long outputs, long inputs, long first,
-               long last) {
+               long right_position, REAL *squared, REAL *scale, REAL *sizes, long batch, long positions, long outputs,
+               long inputs, long first, long last) {
     const long strip = (positions + BLOCK) * COLUMNS, all = (positions + COLUMNS - 1) / COLUMNS;
     const long wide = outputs > inputs ? outputs : inputs;
     const long most = positions * wide * (long)sizeof(REAL) > CACHE ? LESSER(PANELS, all) : 1;
@@ -124,7 +125,7 @@ int NAME(gram)(const REAL *left, long left_example, long left_position, const RE
     REAL *lefts = packed + DEPTH * COLUMNS, *rights = lefts + most * strip;
     for (long example = first; example < last; example++) {
         const REAL *of_left = left + example * left_example, *of_right = right + example * right_example;
-        double twice = 0, diagonal = 0;
+        double twice = 0, diagonal = 0, of_lefts = 0, of_rights = 0;
         long count = positions;
         while (count && NAME(is_empty)(of_left + (count - 1) * left_position, of_right + (count - 1) * right_position,
                                        outputs, inputs))
@@ -151,7 +152,11 @@ int NAME(gram)(const REAL *left, long left_example, long left_position, const RE
                     const INTS behind = *(const INTS *)NAME(numbers) + v * (INTEGER)LANES > own;
                     above += (VEC)((INTS)pairs & behind);
                 }
-                if (own >= 0) diagonal += (double)l[own] * r[own];
+                if (own >= 0) {
+                    diagonal += (double)l[own] * r[own];
+                    of_lefts += l[own];
+                    of_rights += r[own];
+                }
                 if (s % BLOCK == 0 || s == end - 1) {
                     for (long lane = 0; lane < LANES; lane++) twice += above[lane];
                     above = (VEC){0};
@@ -160,6 +165,8 @@ int NAME(gram)(const REAL *left, long left_example, long left_position, const RE
         }
         squared[example] = 2 * twice + diagonal;
         scale[example] = diagonal;
+        sizes[example] = of_lefts;
+        sizes[batch + example] = of_rights;
     }
     free(whole);
     return 0;
@@ -167,12 +174,13 @@ int NAME(gram)(const REAL *left, long left_example, long left_position, const RE
 
 /* The same where positions are rows of all examples one after another: those of example i are starts[i] to starts[i+1]. */
 int NAME(ragged_gram)(const REAL *left, long left_row, const REAL *right, long right_row, const int64_t *starts,
-                      REAL *squared, REAL *scale, long outputs, long inputs, long first, long last) {
+                      REAL *squared, REAL *scale, REAL *sizes, long batch, long outputs, long inputs, long first,
+                      long last) {
     for (long example = first; example < last; example++) {
         const long start = starts[example], rows = starts[example + 1] - start;
-        squared[example] = scale[example] = 0;
+        squared[example] = scale[example] = sizes[example] = sizes[batch + example] = 0;
         if (rows && NAME(gram)(left + start * left_row, 0, left_row, right + start * right_row, 0, right_row,
-                               squared + example, scale + example, rows, outputs, inputs, 0, 1))
+                               squared + example, scale + example, sizes + example, batch, rows, outputs, inputs, 0, 1))
             return 1;
     }
     return 0;

@@ -21,24 +21,24 @@ def gram_is_there(like: Tensor) -> bool:
     return like.device.type == "cpu" and library("gram") is not None
 
 
-def _two_vectors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    return left.new_empty(len(left)), left.new_empty(len(left))
+def _results(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    batch = len(left)
+    return left.new_empty(batch), left.new_empty(batch), left.new_empty(2, batch)
 
 
-@traceable("half_gram(Tensor left, Tensor right) -> (Tensor, Tensor)", _two_vectors)
-def half_gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+@traceable("half_gram(Tensor left, Tensor right) -> (Tensor, Tensor, Tensor)", _results)
+def half_gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As `ghostclip.norms.outer.gram`, for left [B, T, p] and right [B, T, d] on the CPU."""
     left, right = [side if side.stride(2) == 1 else side.contiguous() for side in (left, right)]
     batch, positions, outputs = left.shape
-    inputs = right.shape[2]
-    squared, scale = _two_vectors(left, right)
+    inputs, found = right.shape[2], _results(left, right)
     sides = (left, *left.stride()[:2], right, *right.stride()[:2])
     work = batch * positions**2 * (outputs + inputs) // 2
-    run_examples("gram", "gram", left.dtype, batch, work, (*sides, squared, scale, positions, outputs, inputs))
-    return squared, scale
+    run_examples("gram", "gram", left.dtype, batch, work, (*sides, *found, batch, positions, outputs, inputs))
+    return found
 
 
-def ragged_gram(left: Tensor, right: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+def ragged_gram(left: Tensor, right: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As `half_gram`, for examples whose positions are rows, one example's after another's.
 
     A private step of the graph networks of experiments/ragged.py takes 0.80 to 0.92 of the time with it, and one of its
@@ -50,9 +50,9 @@ def ragged_gram(left: Tensor, right: Tensor, starts: Tensor) -> tuple[Tensor, Te
     """
     left, right = (side if side.stride(1) == 1 else side.contiguous() for side in (left, right))
     (rows, outputs), inputs, batch = left.shape, right.shape[1], len(starts) - 1
-    squared, scale = left.new_empty(batch), left.new_empty(batch)
+    found = left.new_empty(batch), left.new_empty(batch), left.new_empty(2, batch)
     sides = (left, left.stride(0), right, right.stride(0))
     work = rows**2 // max(1, batch) * (outputs + inputs) // 2
-    arguments = (*sides, starts.contiguous(), squared, scale, outputs, inputs)
+    arguments = (*sides, starts.contiguous(), *found, batch, outputs, inputs)
     run_examples("gram", "ragged_gram", left.dtype, batch, work, arguments)
-    return squared, scale
+    return found

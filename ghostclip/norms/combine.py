@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .convolution import ConvGrads
 from .outer import OuterProduct, chunks, gram_is_reliable, reliable
-from .reduce import hidden
+from .reduce import Sizes, hidden
 from .rows import BagGrads, LookupGrads, lookup_squared_norms
 from .term import (
     Dense,
@@ -121,13 +121,14 @@ class Tied(PerExampleGrads):
         """Squared norms of the sums of both uses; where the two cancel, of the gradients themselves."""
         looked_up, _ = lookup_squared_norms(self.rows.indices, to_float32(self.rows.gradients))
         apart = outer.squared_norms + looked_up
-        products, sizes = cross(self.outer, self.rows)
-        squared, scale = apart + 2 * products, CANCELLING_USES * apart + sizes
+        products, scale = cross(self.outer, self.rows)
+        squared, scale = apart + 2 * products, CANCELLING_USES * apart + scale
         squared = reliable(squared, scale, partial(self._measured_again, squared, scale))
         # For each lookup, products of both uses may hide as much as those of the head with itself, or with ones.
         ones = self.outer.left.shape[1] * self.rows.width * hidden(squared.dtype)
-        lost = (self.outer.hidden() + ones) * (1 + 2 * self.rows.indices.shape[1])
-        return NormResult(squared, absolute=self.absolute() + lost)
+        sizes = self.outer.sizes() if outer.sizes is None else outer.sizes
+        lost = (self.outer.hidden(sizes) + ones) * (1 + 2 * self.rows.indices.shape[1])
+        return NormResult(squared, absolute=self.absolute(sizes) + lost)
 
     def exact_squared_norms(self) -> Tensor:
         rows = [squared_norms(self.pick(slice(at, at + 1)).per_example()) for at in range(self.examples)]
@@ -152,8 +153,8 @@ class Tied(PerExampleGrads):
     def _by(run: StrategyRun, term: Tied, /, keep: bool = False) -> NormResult:
         return term._joined(run(term.outer))
 
-    def absolute(self) -> Tensor:
-        return 2 * (self.outer.squared_sizes() + squared_norms(self.rows.gradients) * self.rows.indices.shape[1])
+    def absolute(self, sizes: Sizes | None = None) -> Tensor:
+        return 2 * (self.outer.squared_sizes(sizes) + squared_norms(self.rows.gradients) * self.rows.indices.shape[1])
 
     def per_example(self) -> Tensor:
         return self.outer.per_example() + self.rows.per_example()

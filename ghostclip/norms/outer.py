@@ -21,14 +21,13 @@ from torch import Tensor
 
 from ghostclip.native.gram import gram_is_there, half_gram
 
-from .reduce import hidden, hidden_in_product
+from .reduce import Sizes, hidden_in_pairs, hidden_in_product
 from .term import (
     Dense,
     NormResult,
     PerExampleGrads,
     Strategy,
     may_sync,
-    product_of_sizes,
     split_examples,
     squared_norms,
     squared_sizes,
@@ -52,7 +51,7 @@ def chunks(examples: int, bytes_per_example: int, bytes_: int = CHUNK_BYTES) -> 
         yield slice(start, min(start + step, examples))
 
 
-def gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Squared norms by Gram matrices, for left [B, T, p] and right [B, T, d].
 
     T x T is formed a chunk of examples and a block of rows at a time; of longer sequences the lower triangle of blocks
@@ -60,24 +59,32 @@ def gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     than several smaller ones that leave a half out.)
 
     Returns:
-        The squared norms [B], and ``sum_t |left_t|^2 |right_t|^2`` [B], against which `gram_is_reliable` holds them.
+        The squared norms [B]; ``sum_t |left_t|^2 |right_t|^2`` [B], against which `gram_is_reliable` holds them; and
+        ``sum_t |left_t|^2`` and ``sum_t |right_t|^2``, [2, B].
     """
     batch, positions = left.shape[:2]
-    squared, scale = left.new_zeros(batch), left.new_zeros(batch)
+    squared, scale, sizes = left.new_zeros(batch), left.new_zeros(batch), left.new_zeros(2, batch)
     rows = max(1, min(positions, BLOCK_ROWS))
     for part in chunks(batch, 2 * rows * positions * left.element_size()):
         for start in range(0, positions, rows):
             stop = start + rows
             pairs = torch.bmm(left[part, start:stop], left[part, :stop].mT)
-            pairs *= torch.bmm(right[part, start:stop], right[part, :stop].mT)
+            sizes[0, part] += _traces(pairs[:, :, start:])
+            others = torch.bmm(right[part, start:stop], right[part, :stop].mT)
+            sizes[1, part] += _traces(others[:, :, start:])
+            pairs *= others
             own = pairs[:, :, start:]
             squared[part] += own.sum(dim=(1, 2))
-            scale[part] += own.diagonal(dim1=1, dim2=2).sum(dim=1)
+            scale[part] += _traces(own)
             if start:
                 squared[part] += 2 * pairs[:, :, :start].sum(dim=(1, 2))
             # Its memory is the next block's.
-            del pairs, own
-    return squared, scale
+            del pairs, others, own
+    return squared, scale, sizes
+
+
+def _traces(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=1, dim2=2).sum(dim=1)
 
 
 def gram_is_reliable(squared: Tensor, scale: Tensor) -> Tensor:
@@ -166,11 +173,12 @@ class OuterProduct(PerExampleGrads):
         """The same by compiled C."""
         return self._by_reliable(half_gram)
 
-    def _by_reliable(self, form: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> NormResult:
+    def _by_reliable(self, form: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]) -> NormResult:
         left, right = to_float32(self.left), to_float32(self.right)
-        squared, scale = form(left, right)
+        squared, scale, sizes = form(left, right)
         squared = reliable(squared, scale, lambda: direct(left, right))
-        return NormResult(self._by_example(squared), absolute=self._by_example(scale) * left.shape[1] + self.hidden())
+        absolute = self._by_example(scale) * left.shape[1] + self.hidden(sizes)
+        return NormResult(self._by_example(squared), absolute=absolute, sizes=sizes)
 
     def by_direct(self, keep: bool = False) -> NormResult:
         """The direct form; ``keep`` keeps the gradients."""
@@ -180,22 +188,26 @@ class OuterProduct(PerExampleGrads):
         return NormResult(squared, None if kept is None else kept.view(self.examples, *self.shape))
 
     def absolute(self) -> Tensor | None:
-        return self.hidden() if self.left.shape[1] == 1 else self._by_example(self.squared_sizes())
+        return self.hidden(self.sizes()) if self.left.shape[1] == 1 else self._by_example(self.squared_sizes())
 
-    def hidden(self) -> Tensor:
-        """What underflow may hide of squared norms [B] that are formed of products of both sides with themselves.
+    def sizes(self) -> tuple[Tensor, Tensor]:
+        """``sum_t |left_t|^2`` and ``sum_t |right_t|^2``, [B * groups]."""
+        return squared_sizes(self.left), squared_sizes(self.right)
 
-        An inner product of two rows of d numbers loses d of the smallest normal numbers at most. It is multiplied with
-        one of the other side; these are at most ``T sum_t |row_t|^2`` together. T^2 products may be lost themselves.
+    def hidden(self, sizes: Sizes) -> Tensor:
+        """What underflow may hide of squared norms [B] in Gram form; ``sizes`` as `sizes` finds them."""
+        widths, positions = (self.left.shape[2], self.right.shape[2]), self.left.shape[1]
+        return self._by_example(hidden_in_pairs(sizes, widths, positions))
+
+    def squared_sizes(self, sizes: Sizes | None = None) -> Tensor:
+        """[B * groups]: ``(sum_t |left_t| |right_t|)^2`` of several uses, and at least that of one.
+
+        Args:
+            sizes: as `sizes` finds them, where they are known.
         """
-        positions, sizes = self.left.shape[1], [squared_sizes(side) for side in (self.left, self.right)]
-        found = hidden_in_product(sizes[0], self.left.shape[2], sizes[1], self.right.shape[2])
-        return self._by_example(found * positions + positions**2 * hidden(found.dtype))
-
-    def squared_sizes(self) -> Tensor:
-        """[B * groups]: ``(sum_t |left_t| |right_t|)^2`` of several uses, and at least that of one."""
         if not self.several:
-            return product_of_sizes(self.left, self.right)
+            left, right = self.sizes() if sizes is None else sizes
+            return left * right
         lengths = [torch.linalg.vector_norm(to_float32(side), dim=2) for side in (self.left, self.right)]
         return torch.linalg.vecdot(*lengths).square()
 

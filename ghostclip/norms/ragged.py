@@ -23,6 +23,7 @@ from ghostclip.native.gram import gram_is_there, ragged_gram
 
 from .combine import combine
 from .outer import OuterProduct, gram_is_reliable
+from .reduce import hidden_in_pairs
 from .rows import LookupGrads
 from .term import Dense, NormResult, PerExampleGrads, squared_norms, to_float32
 
@@ -78,14 +79,14 @@ class RowIndex:
         gram, direct = positions * self._pairs * (outputs + inputs), 2 * len(self) * outputs * inputs
         if gram > direct or not gram_is_there(term.left):
             return None
-        lost = self.sums(term.hidden()) * self._counts
         if not bool((self.index[1:] >= self.index[:-1]).all()):
             term = term.pick(self._order)
         left, right = (to_float32(side).flatten(0, 1) for side in (term.left, term.right))
         starts = torch.cat([self._counts.new_zeros(1), self._counts.cumsum(0)])
-        squared, scale = ragged_gram(left, right, positions * starts)
+        squared, scale, sizes = ragged_gram(left, right, positions * starts)
         if not bool(gram_is_reliable(squared, scale).all()):
             return None
+        lost = hidden_in_pairs(sizes, (outputs, inputs), positions * self._counts)
         return NormResult(squared, absolute=scale * positions * self._counts + lost)
 
     def entries(self) -> Sequence[Tensor]:

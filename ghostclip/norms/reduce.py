@@ -32,10 +32,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Parts", "all_finite", "hidden", "hidden_in_product", "margin", "norms", "rounding_margin"]
+__all__ = [
+    "Parts",
+    "Sizes",
+    "all_finite",
+    "hidden",
+    "hidden_in_pairs",
+    "hidden_in_product",
+    "margin",
+    "norms",
+    "rounding_margin",
+]
 
 # A sum of vectors [B], each with a factor.
 Parts = Sequence[tuple[Tensor, float]]
+# Of the left and the right factors of outer products: sums of squares, [B] each.
+Sizes = Sequence[Tensor] | Tensor
 # Errors that measuring and summing may leave together, in units of roundoff (half of eps).
 MARGIN = 8.0
 
@@ -75,6 +87,21 @@ def hidden_in_product(left: Tensor, lefts: int, right: Tensor, rights: int) -> T
     """What underflow may hide of ``left * right`` [B], which are sums of ``lefts`` and of ``rights`` squares."""
     unit = hidden(left.dtype)
     return torch.add(left * (rights * unit), right, alpha=lefts * unit)
+
+
+def hidden_in_pairs(sizes: Sizes, widths: tuple[int, int], positions: int | Tensor) -> Tensor:
+    """What underflow may hide of squared norms [B] that are formed of products of all pairs of positions, on two sides.
+
+    An inner product of two rows of d numbers loses d of the smallest normal numbers at most. It is multiplied with one
+    of the other side; these are at most ``T sum_t |row_t|^2`` together. T^2 products may be lost themselves.
+
+    Args:
+        sizes: ``sum_t |row_t|^2`` [B] of either side.
+        widths: how many numbers its rows have.
+        positions: T.
+    """
+    found = hidden_in_product(sizes[0], widths[0], sizes[1], widths[1])
+    return found * positions + positions**2 * hidden(found.dtype)
 
 
 def all_finite(*vectors: Tensor) -> bool:

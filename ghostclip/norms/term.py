@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ghostclip.native.custom_ops import is_traced
 
+from .reduce import Sizes
+
 __all__ = [
     "SAMPLE",
     "Dense",
@@ -45,12 +47,19 @@ Kind = TypeVar("Kind", bound="PerExampleGrads")
 
 @dataclass(slots=True)
 class NormResult:
-    """Squared norms [B], and what was formed on the way: per-example gradients [B, *shape] that may be kept, and
-    `PerExampleGrads.absolute`."""
+    """Squared norms [B], and what was formed on the way.
+
+    Attributes:
+        squared_norms: [B].
+        kept: per-example gradients [B, *shape].
+        absolute: `PerExampleGrads.absolute`.
+        sizes: `OuterProduct.sizes`.
+    """
 
     squared_norms: Tensor
     kept: Tensor | None = None
     absolute: Tensor | None = None
+    sizes: Sizes | None = None
 
 
 class StrategyRun(Protocol):

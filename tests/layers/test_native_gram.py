@@ -40,12 +40,13 @@ def test_ragged_examples_are_the_same_one_by_one(lengths, widths, dtype):
     """Sides may be parts of wider rows."""
     left, right = (torch.randn(sum(lengths), width + 2, dtype=dtype)[:, 1:-1] for width in widths)
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    squared, scale = ragged_gram(left, right, starts)
+    squared, scale, sizes = ragged_gram(left, right, starts)
     for example, (l, r) in enumerate(zip(left.split(lengths), right.split(lengths), strict=True) if lengths else ()):
-        expected, size = gram(l.unsqueeze(0), r.unsqueeze(0)) if len(l) else (left.new_zeros(1),) * 2
+        expected, size, both = gram(l.unsqueeze(0), r.unsqueeze(0)) if len(l) else left.new_zeros(3, 1)
         assert torch.allclose(squared[example], expected, rtol=OFF[dtype], atol=OFF[dtype])
         assert torch.allclose(scale[example], size, rtol=OFF[dtype])
-    assert len(squared) == len(scale) == len(lengths)
+        assert torch.allclose(sizes[:, example], both.flatten(), rtol=OFF[dtype])
+    assert len(squared) == len(scale) == sizes.shape[1] == len(lengths)
 
 
 @needs_compiler
@@ -56,7 +57,8 @@ def test_padding_at_either_end_changes_nothing(kept, side, dtype):
     """Zeros of one side: a padded position has no gradient, whatever its input is."""
     both = list(sides(3, 70, 37, 21, dtype))
     both[side][1, : kept[0]] = both[side][1, kept[1] :] = 0.0
-    for found, expected in zip(half_gram(*both), gram(*both), strict=True):
+    # What stands beside zeros is in no product, so that its size isn't missed.
+    for found, expected in zip(half_gram(*both)[:2], gram(*both)[:2], strict=True):
         assert torch.allclose(found, expected, rtol=OFF[dtype])
 
 
@@ -75,8 +77,10 @@ def test_padding_beside_a_number_that_is_not_finite_counts(side, place, number):
 @pytest.mark.parametrize("positions", [255, 256, 257, 700])
 def test_gram_matrices_of_long_sequences_are_worked_off_in_blocks(positions):
     left, right = sides(2, positions, 3, 4)
-    squared, scale = gram(left, right)
+    squared, scale, sizes = gram(left, right)
     exact = OuterProduct(left, right, torch.Size((3, 4))).per_example().flatten(1).square().sum(1)
     torch.testing.assert_close(squared, exact, rtol=1e-10, atol=0)
     expected = (left.square().sum(2) * right.square().sum(2)).sum(1)
     torch.testing.assert_close(scale, expected, rtol=1e-12, atol=0)
+    expected = torch.stack([left.square().sum((1, 2)), right.square().sum((1, 2))])
+    torch.testing.assert_close(sizes, expected, rtol=1e-12, atol=0)
