@@ -65,8 +65,8 @@ def read_bytes(path: Path, expected: str) -> bytes:
 
 
 def read_text(path: Path, expected: str) -> str:
-    """The UTF-8 text of ``path``, or a DataError of one line."""
+    """The UTF-8 text of ``path``, without a byte order mark, or a DataError of one line."""
     try:
-        return read_bytes(path, expected).decode("utf-8")
+        return read_bytes(path, expected).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start}); expected {expected}") from None

@@ -11,7 +11,7 @@ from data_files import ADULT_ROW, idx_bytes, write_adult, write_cifar, write_ima
 from ghostclip import datasets
 from ghostclip.datasets import DataError
 from ghostclip.datasets.images import DIGITS, RECORD
-from ghostclip.datasets.imdb import PADDING, UNKNOWN
+from ghostclip.datasets.imdb import PADDING, UNKNOWN, read_vocabulary
 from ghostclip.errors import GhostClipError
 
 
@@ -146,6 +146,16 @@ def test_adult_is_encoded_by_published_facts(tmp_path):
     with (tmp_path / "adult.data").open("a") as file:
         file.write(ADULT_ROW.replace("39", "90").replace("77516", "9").format(income=">50K") + "\n")
     assert torch.equal(datasets.load("adult", tmp_path).train.tensors[0][0], known)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    vocabulary = write_imdb(tmp_path)
+    vocabulary.write_text("\ufeff" + vocabulary.read_text())
+    assert read_vocabulary(vocabulary)["film"] == 2
+    write_adult(tmp_path)
+    rows = datasets.load("adult", tmp_path).train.tensors[0]
+    (tmp_path / "adult.data").write_text("\ufeff" + (tmp_path / "adult.data").read_text())
+    assert torch.equal(datasets.load("adult", tmp_path).train.tensors[0], rows)
 
 
 def test_image_folders(tmp_path):
