@@ -77,13 +77,17 @@ def adult(folder: str | Path | None) -> Data:
 def _read(path: Path) -> TensorDataset:
     """One file: features [N, 105] and labels [N]. Blank lines and the test file's comment line are skipped."""
     rows, labels = [], []
-    text = read_text(path, "the Adult data set as CSV")
-    for number, cells in enumerate(csv.reader(io.StringIO(text), skipinitialspace=True), start=1):
-        if not cells or cells[0].startswith("|"):
-            continue
-        features, label = _encode([cell.strip() for cell in cells], f"{path}, line {number}")
-        rows.append(features)
-        labels.append(label)
+    # Lines end in any of the ways that are usual.
+    lines = csv.reader(io.StringIO(read_text(path, "the Adult data set as CSV"), newline=None), skipinitialspace=True)
+    try:
+        for number, cells in enumerate(lines, start=1):
+            if not cells or cells[0].startswith("|"):
+                continue
+            features, label = _encode([cell.strip() for cell in cells], f"{path}, line {number}")
+            rows.append(features)
+            labels.append(label)
+    except csv.Error as error:
+        raise DataError(f"{path}, line {lines.line_num}: {error}; expected the Adult data set as CSV") from None
     if not rows:
         raise DataError(f"{path} holds no rows; expected the Adult data set as CSV")
     return TensorDataset(torch.tensor(rows, dtype=torch.float32), torch.tensor(labels, dtype=torch.int64))

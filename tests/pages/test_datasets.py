@@ -51,6 +51,7 @@ MALFORMED = [
     ("adult", {"adult.data": ADULT.replace("77516", "many")}, "1: expected a finite number for fnlwgt; got 'many'"),
     ("adult", {"adult.data": ADULT.replace("77516, ", "")}, "expected 15 columns; got 14"),
     ("adult", {"adult.data": ADULT.replace("<=50K", "50K")}, "expected an income of <=50K or >50K; got '50K'"),
+    ("adult", {"adult.data": f"{ADULT}\n{'x' * 200_000}"}, "line 2: field larger than field limit"),
     ("images", {"train/red/1.png": b"no picture"}, "train/red/1.png cannot be read"),
     ("images", {"train/red/1.png": None}, "train/red holds no image files"),
     ("images", {"train/red": None}, "1 class folder(s); expected two or more"),
@@ -146,6 +147,15 @@ def test_adult_is_encoded_by_published_facts(tmp_path):
     with (tmp_path / "adult.data").open("a") as file:
         file.write(ADULT_ROW.replace("39", "90").replace("77516", "9").format(income=">50K") + "\n")
     assert torch.equal(datasets.load("adult", tmp_path).train.tensors[0][0], known)
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\r"])
+def test_lines_of_adult_end_in_any_usual_way(tmp_path, end):
+    write_adult(tmp_path)
+    rows = datasets.load("adult", tmp_path).train.tensors[0]
+    path = tmp_path / "adult.data"
+    path.write_bytes(path.read_text().replace("\n", end).encode())
+    assert torch.equal(datasets.load("adult", tmp_path).train.tensors[0], rows)
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
