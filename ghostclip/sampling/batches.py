@@ -231,10 +231,10 @@ class LogicalBatches:
         self._draws, self._process = draws, os.getpid()
         self._chunks.draws = draws
         before = torch.get_rng_state()
-        loaded = iter(self._loader)
-        if self._taken:
-            # The loader takes a number for its workers; in this epoch it had been taken when it was left.
-            torch.set_rng_state(before)
+        loaded = iter(self._loader)  # takes a number for new workers, and none for those that persist
+        torch.set_rng_state(before)
+        if not self._taken:  # every epoch takes one, at its start
+            torch.empty((), dtype=torch.int64, device="cpu").random_()
         return _Loop(_Epoch(draws, loaded, self), self)
 
     def _next_step(self) -> int:

@@ -14,7 +14,7 @@ from case_models import Wired, tie
 from checkpointed_runs import OPTIMIZERS, engine_of, go, private, state_of
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 import ghostclip
 from ghostclip import BudgetExceededError, LedgerError, PrivacyError, accounting, checkpoint
@@ -43,6 +43,23 @@ def test_a_restored_test_run_is_bit_equal_to_an_uninterrupted_one(name: str, tmp
         assert state_of(go(other, 7 - at)) == state_of(whole)
         assert other.steps_taken == 7
         assert other.clipping.sensitivity == whole.clipping.sensitivity
+
+
+@pytest.mark.filterwarnings("ignore:the DataLoader's SequentialSampler is replaced")
+def test_a_run_with_lasting_workers_goes_on_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    def build() -> PrivacyEngine:
+        model = nn.Sequential(nn.Dropout(0.2), runs.network())
+        loader = DataLoader(runs.data(), num_workers=1, persistent_workers=True)
+        return runs.engine_for(model, OPTIMIZERS["sgd"](model), loader, noise="test", seed=5)
+
+    whole, saved, other = build(), build(), build()
+    each = len(whole.batches())
+    torch.manual_seed(3)
+    go(whole, 2 * each)
+    torch.manual_seed(3)
+    go(saved, each).save(tmp_path / "x")
+    other.restore(tmp_path / "x")
+    assert state_of(go(other, each)) == state_of(whole)
 
 
 def test_saving_changes_nothing(tmp_path: Path) -> None:
