@@ -15,7 +15,7 @@ from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.sharding.detection import reshard
 from ghostclip.wrap import refuse_obstacles
 
-__all__ = ["prepare_optimizer", "unwrapped", "with_closure"]
+__all__ = ["hook_first", "prepare_optimizer", "unwrapped", "with_closure"]
 
 # Packages that put an optimizer into a wrapper, whose step calls the optimizer's own.
 WRAPPING = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
@@ -56,6 +56,13 @@ def prepare_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     if not any(parameter.requires_grad for parameter in held):
         raise ValueError("the optimizer holds no trainable parameter of the model, so there is nothing to train")
     refuse_hooks((name, each) for name, each in model.named_parameters() if each.requires_grad)
+
+
+def hook_first(optimizer: Optimizer, hook: Callable[..., Any]) -> Callable[[], None]:
+    """Registers a hook before steps that runs before those that are there; returns what takes it off."""
+    handle = optimizer.register_step_pre_hook(hook)
+    optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)
+    return handle.remove
 
 
 def with_closure(

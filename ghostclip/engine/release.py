@@ -17,7 +17,7 @@ from ghostclip.engine.changes import MidRunChanges
 from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.loss_scaling import SCALED, LossScaling, show_scaling
 from ghostclip.engine.micro_batching import MicroBatches
-from ghostclip.engine.optimizers import with_closure
+from ghostclip.engine.optimizers import hook_first, with_closure
 from ghostclip.engine.readable import ReadableExamples
 from ghostclip.engine.step_plan import StepSettings
 from ghostclip.engine.sums import ClippedSums
@@ -102,7 +102,7 @@ class Release:
         # How the last one ended, until the next begins. It isn't held itself: it holds the workers of its data loader.
         self._ended: BatchState | None = None
         self._undo = [
-            optimizer.register_step_pre_hook(self._before_step).remove,
+            hook_first(optimizer, self._before_step),  # others see what it releases
             optimizer.register_step_post_hook(self._after_step).remove,
             show_scaling(optimizer),
         ]

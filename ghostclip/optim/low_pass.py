@@ -23,8 +23,8 @@ class LowPassFilter:
     gradient of step t, the optimizer gets m_t / c_t with ``m_t = sum_r b_r g_(t-r) - sum_s a_s m_(t-s)``. c_t is the
     same filter's output for the constant 1, by which the start is corrected (Zhang et al. 2024, algorithm 1).
 
-    Make it after the `ghostclip.PrivacyEngine` of the optimizer: filters run in the order of their making, and before
-    the engine's noise there is no private gradient yet. ``remove()`` ends it.
+    Filters of one optimizer run in the order of their making, after the noise of its `ghostclip.PrivacyEngine`.
+    ``remove()`` ends it.
 
     Args:
         optimizer: of a PrivacyEngine.

@@ -106,6 +106,21 @@ def test_gradients_that_a_closure_makes_are_filtered() -> None:
     assert torch.equal(trained(by_closure=True), trained(by_closure=False))
 
 
+@pytest.mark.parametrize("train", [runs.train, runs.train_by_hand, runs.train_by_closure])
+def test_a_filter_may_be_made_before_the_engine(train) -> None:
+    def trained(first: bool) -> torch.Tensor:
+        optimizer = torch.optim.SGD((model := runs.network()).parameters(), lr=0.5)
+        if first:
+            LowPassFilter(optimizer)
+        engine = runs.engine_for(model, optimizer, clipping=1.0, noise_multiplier=1.0, noise="test", seed=1)
+        if not first:
+            LowPassFilter(optimizer)
+        train(engine)
+        return runs.weights(model)
+
+    assert torch.equal(trained(first=True), trained(first=False))
+
+
 def filtered_by(*coefficients):
     return LowPassFilter(torch.optim.SGD([parameter()], lr=0.1), *coefficients)
 
