@@ -104,7 +104,7 @@ CLIPPING = [
     Mutant(
         "a cross term of tied uses that cancels by itself is trusted",
         "ghostclip/norms/combine.py",
-        "CANCELLING_USES * apart + sizes\n",
+        "CANCELLING_USES * apart + scale\n",
         "CANCELLING_USES * apart\n",
         ("tests/laws/test_rounding.py", "-k", "tied"),
     ),
@@ -203,7 +203,7 @@ CLIPPING = [
     Mutant(
         "tied uses that cancel taken as they are",
         "ghostclip/norms/combine.py",
-        "CANCELLING_USES * apart + sizes",
+        "CANCELLING_USES * apart + scale",
         "0.0 * apart",
         ROUNDING,
     ),
@@ -4904,9 +4904,23 @@ HIDDEN_SQUARES = [
     Mutant(
         "Gram forms hide nothing",
         "ghostclip/norms/outer.py",
-        "absolute=self._by_example(scale) * left.shape[1] + self.hidden())",
-        "absolute=self._by_example(scale) * left.shape[1])",
+        "absolute = self._by_example(scale) * left.shape[1] + self.hidden(sizes)",
+        "absolute = self._by_example(scale) * left.shape[1]",
         UNDERFLOW,
+    ),
+    Mutant(
+        "C gives Gram forms the left side's size for the right one's",
+        "ghostclip/native/gram.c",
+        "of_rights += r[own];",
+        "of_rights += l[own];",
+        ("tests/layers/test_native_gram.py",),
+    ),
+    Mutant(
+        "sizes of long sequences are those of their last block",
+        "ghostclip/norms/outer.py",
+        "sizes[1, part] += _traces",
+        "sizes[1, part] = _traces",
+        ("tests/layers/test_native_gram.py",),
     ),
     Mutant(
         "sums of squares hide nothing",
