@@ -532,8 +532,8 @@ ENGINE = [
     Mutant(
         "steps of a stage that are taken again are refused",
         "ghostclip/engine/budget.py",
-        "        planned = all(count <= self._planned[once] for once, count in _counted(spent).items())\n",
-        "        planned = all(once in self._planned for once in _counted(spent))\n",
+        "        planned = all(count <= self._planned[once] for once, count in counted(spent).items())\n",
+        "        planned = all(once in self._planned for once in counted(spent))\n",
         ("tests/engine/test_schedule.py",),
     ),
     Mutant(
@@ -2267,8 +2267,8 @@ RAGGED_NORMS = [
     Mutant(
         "ranks that don't lead know of their own engine's charges only",
         "ghostclip/engine/budget.py",
-        "last = _told_last[self._told.ledger].events if self._told.ledger else []",
-        "last: list[Event] = []",
+        "last = _told_last[self._told.ledger].everything if self._told.ledger else {}",
+        "last: Runs = {}",
         (*RANKS, "-k", "all_ranks_know"),
     ),
     Mutant(
@@ -3894,8 +3894,8 @@ CHOSEN_PRIVATELY = [
     Mutant(
         "a release before the training counts as one of its steps",
         SPENDING,
-        "        steps = _counted(self._steps_in(spent))\n        return",
-        "        steps = _counted(spent)\n        return",
+        "        steps = counted(self._steps_in(runs))\n        return",
+        "        steps = counted(events_of(runs))\n        return",
         BEFORE,
     ),
     Mutant(
@@ -4014,15 +4014,15 @@ CHOSEN_PRIVATELY = [
     Mutant(
         "two continuations of one checkpoint are counted as one",
         SPENDING,
-        "            if steps_of(mechanism, both) > max(steps_of(mechanism, runs), steps_of(mechanism, known)):\n",
-        "            if False:\n",
+        "if steps_of(mechanism, joined(known, runs)) > max(steps_of(mechanism, runs), steps_of(mechanism, known)):",
+        "if False:",
         ("tests/privacy/test_correlated_noise.py",),
     ),
     Mutant(
         "a ledger takes in two continuations of one checkpoint by two engines",
         SPENDING,
-        "known = self._runs if self._account is None else self._with_known(self._account.runs)",
-        "known = self._runs",
+        "        known = self._everything\n",
+        "        known = self._runs\n",
         ("tests/privacy/test_correlated_noise.py",),
     ),
     Mutant(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ghostclip import accounting
-from ghostclip.engine.noises import Noises
+from ghostclip.engine.charges import Noises
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger

@@ -7,8 +7,7 @@ import math
 import os
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -16,17 +15,16 @@ from torch import nn
 
 from ghostclip import accounting
 from ghostclip.engine.before import is_of_a_step
+from ghostclip.engine.charges import Noises, Runs, Told, counted, events_of, joined, steps_of
 from ghostclip.engine.distributed import Ranks
-from ghostclip.engine.noises import Noises
 from ghostclip.engine.step_plan import MOST, StepPlan, StepSettings
-from ghostclip.engine.told import Runs, Told
 from ghostclip.errors import BudgetExceededError, PrivacyError
-from ghostclip.events import Event, mechanism_of, merged, within
+from ghostclip.events import Event, mechanism_of, within
 from ghostclip.ledger import Ledger
 from ghostclip.noise import Noise
 from ghostclip.validate import one_of, positive
 
-__all__ = ["Runs", "Spending", "steps_of"]
+__all__ = ["Spending"]
 
 log = logging.getLogger("ghostclip")
 
@@ -69,10 +67,11 @@ class Spending:
         model: nn.Module,
     ) -> None:
         self._ranks, self._plan = ranks, plan
-        self._planned, self._before = _counted(plan.events), _counted(plan.before.events.values())
+        self._planned = counted(plan.events)
         self._first = next(iter(self._planned))
         self._runs: defaultdict[str, Counter[Event]] = defaultdict(Counter)
-        self._told = Told([], {}, None, None, [])
+        self._noise, self._noises = (noise.mode, noise.generator_for(model)), dict.fromkeys(plan.before.noises)
+        self._told = Told({}, {}, None, None, [])
         self._running = accounting.RunningEpsilon()
         # How many steps of its own the run may take; for which run, records of others and checkpoints that was found.
         self._limit, self._limit_for, self._added = 0, ("", self._first, -1, -1), 0
@@ -82,13 +81,11 @@ class Spending:
                 "target_delta": plan.target_delta, "whether there is a ledger": ledger is not None,
             }  # fmt: skip
             ranks.check_alike(facts, "when engines are built")
-        self._shared(partial(self._open, max_epsilon, ledger, noise, model))
+        self._shared(partial(self._open, max_epsilon, ledger))
         if not ranks.leads:
-            self._open(max_epsilon, None, noise, model)
+            self._open(max_epsilon, None)
 
-    def _open(
-        self, max_epsilon: float | None, ledger: str | os.PathLike[str] | Ledger | None, noise: Noise, model: nn.Module
-    ) -> None:
+    def _open(self, max_epsilon: float | None, ledger: str | os.PathLike[str] | Ledger | None) -> None:
         self.max_epsilon = None if max_epsilon is None else positive(max_epsilon=max_epsilon)
         if self.max_epsilon is not None and not self.private:
             raise ValueError(f"max_epsilon={max_epsilon!r} can't be kept without private noise: epsilon would be inf")
@@ -98,13 +95,11 @@ class Spending:
                 "max_epsilon=%s is below target_epsilon=%s: training ends before its last step", max_epsilon, target
             )
         self.ledger = ledger if isinstance(ledger, Ledger | None) else Ledger(ledger)
-        self._account = None
-        if self.ledger is not None:
-            self._account = self.ledger.account(noise.mode, noise.generator_for(model))
+        self._account = None if self.ledger is None else self.ledger.account(*self._noise)
         self._start_run()
         before = self._plan.before
         try:
-            self._refuse_other_relations([*self.events, *before.events.values()])
+            self._refuse_other_relations(self._everything)
             before.charge(self.ledger)
         except PrivacyError:
             self.close()
@@ -127,7 +122,7 @@ class Spending:
         def told() -> Told:
             work()
             path = None if self.ledger is None else os.fspath(self.ledger.path)
-            return Told(self.events, self.runs, self.head, path, self.noises)
+            return Told(self._everything, self.runs, self.head, path, self.noises)
 
         self._told = self._ranks.led(told)
         if self._told.ledger is not None:
@@ -140,10 +135,10 @@ class Spending:
             return self._told.head
         return None if self.ledger is None else dict(vars(self.ledger.head))
 
-    def _refuse_other_relations(self, events: list[Event]) -> None:
+    def _refuse_other_relations(self, runs: Runs) -> None:
         """Raises PrivacyError when what was spent doesn't add up with the steps to come."""
         mine = self._first.relation, self._first.unit
-        for other in events:
+        for other in events_of(runs):
             if (other.relation, other.unit) != mine:
                 raise PrivacyError(
                     f"what was spent before ({other.relation} of one {other.unit}) and the steps of this engine "
@@ -167,22 +162,26 @@ class Spending:
         return {run: Counter(spent) for run, spent in (self._runs if self._ranks.leads else self._told.runs).items()}
 
     @property
+    def _everything(self) -> Runs:
+        """What all runs were charged; on a rank that doesn't lead, as of the last step that was charged there."""
+        if self._ranks.leads:
+            return self._runs if self._account is None else joined(self._runs, self._account.runs)
+        last = _told_last[self._told.ledger].everything if self._told.ledger else {}
+        # It is less where another ledger was put in the place of that one.
+        return max(last, self._told.everything, key=lambda runs: sum(sum(spent.values()) for spent in runs.values()))
+
+    @property
     def events(self) -> list[Event]:
-        """Everything that was charged; on a rank that doesn't lead, as of the last step that was charged there."""
-        if not self._ranks.leads:
-            last = _told_last[self._told.ledger].events if self._told.ledger else []
-            # It is less where another ledger was put in the place of that one.
-            return list(max(last, self._told.events, key=lambda events: sum(event.count for event in events)))
-        return _listed(self._runs if self._account is None else self._with_known(self._account.runs))
+        """Everything that was charged."""
+        return events_of(self._everything)
 
     @property
     def noises(self) -> Noises:
-        """Of all that the ledger was charged, and of releases before the training; without a ledger of these alone."""
-        if not self._ranks.leads:
-            last = _told_last[self._told.ledger].noises if self._told.ledger else []
-            return list(dict.fromkeys([*last, *self._told.noises]))
-        ledger = [] if self._account is None else self._account.noises
-        return list(dict.fromkeys([*self._plan.before.noises, *ledger]))
+        """Of everything that was charged."""
+        if self._ranks.leads:
+            return list(dict.fromkeys([*([] if self._account is None else self._account.noises), *self._noises]))
+        last = _told_last[self._told.ledger].noises if self._told.ledger else []
+        return list(dict.fromkeys([*last, *self._told.noises]))
 
     @property
     def steps(self) -> int:
@@ -191,23 +190,23 @@ class Spending:
 
     def steps_of(self, mechanism: str, everyone: bool = False) -> int:
         """How many steps of a mechanism were charged by the model's runs, or by ``everyone`` in the ledger."""
-        return steps_of(mechanism, {"all": {event: event.count for event in self.events}} if everyone else self.runs)
+        return steps_of(mechanism, self._everything if everyone else self.runs)
 
     def add(self, runs: Runs, noises: Noises) -> None:
-        """Takes in what other runs were charged, and never less than is known: a run only ever goes on.
+        """Takes in what other runs were charged, with which noise, and never less than is known."""
+        self._shared(partial(self._add, runs, noises))
 
-        ``noises`` are of all these; of several modes the ledger records "standard", which claims least.
-        """
-        modes = {mode for mode, _ in noises}
-        generator = " or ".join(name or "a generator that was not recorded" for _, name in noises)
-        self._shared(partial(self._add, runs, (modes.pop() if len(modes) == 1 else "standard", generator)))
-
-    def _add(self, runs: Runs, noise: tuple[str, str]) -> None:
-        self._refuse_other_relations([event for spent in runs.values() for event in spent])
+    def _add(self, runs: Runs, noises: Noises) -> None:
+        self._refuse_other_relations(runs)
         self._refuse_two_continuations(runs)
         self._added += 1
         for run, spent in runs.items():
             self._runs[run] |= Counter(spent)
+        self._noises |= dict.fromkeys(noises)
+        # Of several modes the ledger records the one that claims least.
+        modes = {mode for mode, _ in noises}
+        generator = " or ".join(name or "a generator that was not recorded" for _, name in noises)
+        noise = modes.pop() if len(modes) == 1 else "standard", generator
         if self.ledger is not None and (count := self.ledger.take_in(runs, *noise)):
             log.warning(
                 "%d releases that led to this model weren't in the ledger %s and are now", count, self.ledger.path
@@ -221,11 +220,10 @@ class Spending:
         Steps of a mechanism are counted as if each followed the one before: the ninth of eight groups is the second
         turn of the first group, and so is the ninth of another continuation.
         """
-        known = self._runs if self._account is None else self._with_known(self._account.runs)
-        both = {run: Counter(known.get(run, {})) | Counter(runs.get(run, {})) for run in {**known, **runs}}
+        known = self._everything
         names = {mechanism_of(event) for spent in runs.values() for event in spent}
         for mechanism in (name for name in names if name is not None):
-            if steps_of(mechanism, both) > max(steps_of(mechanism, runs), steps_of(mechanism, known)):
+            if steps_of(mechanism, joined(known, runs)) > max(steps_of(mechanism, runs), steps_of(mechanism, known)):
                 raise PrivacyError(
                     "the checkpoint and what this engine, or its ledger, knows of went on from one earlier checkpoint "
                     "with the same correlated noise or the same turns, each in its own way, which don't add up: a new "
@@ -251,6 +249,7 @@ class Spending:
                 self._start_run()
             self._most(settings, 0, {})
         self._own[settings.event] += 1
+        self._noises[self._noise] = None
 
     def check(self, settings: StepSettings) -> None:
         """Raises BudgetExceededError when the next step would be one too many; to be called by all ranks."""
@@ -277,7 +276,7 @@ class Spending:
             return accounting.epsilon_of(spent, delta=delta, accountant=accountant)
         found, target = self._running.epsilon(spent, delta), self._plan.target_epsilon
         # The noise was calibrated for all planned steps, and a running figure may be a little above.
-        return min(found, target) if target is not None and self._is_planned(spent, delta) else found
+        return min(found, target) if target is not None and self._is_planned(self._everything, delta) else found
 
     def _most(self, settings: StepSettings, written: int, ledger: Runs) -> int:
         """The number of further steps that may be charged, >= 1. The last limit holds until it is used up, or
@@ -291,75 +290,69 @@ class Spending:
         Raises:
             BudgetExceededError: none.
         """
-        runs = self._with_known(ledger) if ledger else self._runs
+        runs = joined(self._runs, ledger) if ledger else self._runs
         own, state = runs[self._run][settings.event], (self._run, settings.event, written, self._added)
         if state != self._limit_for or own >= self._limit:
             before = self._limit - own if state[1] == self._limit_for[1] else 0
-            self._limit, self._limit_for = own + self._room(settings.event, _listed(runs), before), state
+            self._limit, self._limit_for = own + self._room(settings.event, runs, before), state
         if own >= self._limit:
-            self._refuse(settings.event, _listed(runs))
+            self._refuse(settings.event, runs)
         return min(self._limit - own, settings.left)
 
-    def _room(self, event: Event, spent: list[Event], before: int) -> int:
-        """How many steps of ``event`` plan and budget allow on top of ``spent``; a lower bound where it is asked again.
+    def _room(self, event: Event, runs: Runs, before: int) -> int:
+        """How many steps of ``event`` plan and budget allow on top of ``runs``; a lower bound where it is asked again.
 
         Args:
-            spent: by everyone.
+            runs: of everyone.
             before: how many steps there was room for when this was asked last.
         """
-        room = MOST if self._plan.planned_steps is None else max(0, self._plan.planned_steps - self._charged_in(spent))
-        epsilon = self._epsilon_limit(event, spent)
+        room = MOST if self._plan.planned_steps is None else max(0, self._plan.planned_steps - self._charged_in(runs))
+        epsilon = self._epsilon_limit(event, runs)
         if epsilon is None and self._plan.target_epsilon is not None:
-            steps = _counted(self._steps_in(spent))
+            steps = counted(self._steps_in(runs))
             room = min(room, self._planned[within(event, "")] - steps[within(event, "")])
         if epsilon is None or not room:
             return room
         # Half of the steps that were affordable before usually still are: then one evaluation of epsilon suffices.
-        most = min(room, before // 2) if before > 1 else room
+        most, spent = min(room, before // 2) if before > 1 else room, events_of(runs)
         return accounting.affordable(spent, event, max_epsilon=epsilon, delta=self._plan.target_delta, most=most)
 
-    def _epsilon_limit(self, event: Event, spent: list[Event]) -> float | None:
+    def _epsilon_limit(self, event: Event, runs: Runs) -> float | None:
         """What epsilon may not pass with ``event``. The planned steps alone keep to the target by themselves."""
-        planned = self._is_planned([*spent, event], self._plan.target_delta)
+        planned = self._is_planned(runs, self._plan.target_delta, event)
         return self._plan.target_epsilon if self.max_epsilon is None and not planned else self.max_epsilon
 
-    def _is_planned(self, spent: Iterable[Event], delta: float) -> bool:
+    def _is_planned(self, runs: Runs, delta: float, *further: Event) -> bool:
         """Whether only planned steps were taken, asked about at no smaller delta than they were planned for.
 
         Steps of two mechanisms may have more turns than as many steps of one.
         """
-        spent = self._steps_in(spent)
+        spent = [*self._steps_in(runs), *further]
         alone = len({mechanism_of(event) for event in spent} - {None}) <= 1
-        planned = all(count <= self._planned[once] for once, count in _counted(spent).items())
+        planned = all(count <= self._planned[once] for once, count in counted(spent).items())
         return alone and planned and delta >= self._plan.target_delta
 
-    def _charged_in(self, spent: list[Event]) -> int:
+    def _charged_in(self, runs: Runs) -> int:
         """How many of the planned steps were taken; without a target those that the matrix of noise is made for."""
         if self._plan.target_epsilon is None and mechanism_of(self._first) is None:
             return self.steps
         if self._plan.target_epsilon is None:
-            return self._plan.began + steps_of(self._plan.mechanism, {"all": {event: event.count for event in spent}})
-        steps = _counted(self._steps_in(spent))
+            return self._plan.began + steps_of(self._plan.mechanism, runs)
+        steps = counted(self._steps_in(runs))
         return sum(count for event, count in steps.items() if event in self._planned)
 
-    def _steps_in(self, spent: Iterable[Event]) -> list[Event]:
-        """What was spent, without the releases before the training, which may be like steps."""
-        left, found = Counter(self._before), []
-        for event in spent:
-            once = replace(event, count=1)
-            taken = min(left[once], event.count)
-            left[once] -= taken
-            found.append(replace(event, count=event.count - taken))
-        return [event for event in found if event.count]
+    def _steps_in(self, runs: Runs) -> list[Event]:
+        """What runs were charged, without the releases before the training, which may be like steps."""
+        return events_of({run: spent for run, spent in runs.items() if run not in self._plan.before.events})
 
-    def _refuse(self, event: Event, spent: list[Event]) -> NoReturn:
+    def _refuse(self, event: Event, runs: Runs) -> NoReturn:
         plan, where = self._plan, ""
         if self.ledger is not None:
             where = (
                 f" (all in the ledger {self.ledger.path} counts, also what a run that isn't over has reserved, which "
                 "its engine.detach() gives back, and what a killed one had)"
             )
-        if plan.planned_steps is not None and self._charged_in(spent) >= plan.planned_steps:
+        if plan.planned_steps is not None and self._charged_in(runs) >= plan.planned_steps:
             spend = "for which the noise is correlated" if plan.target_epsilon is None else (
                 f"which spend epsilon = {plan.target_epsilon} at delta = {plan.target_delta}"
             )  # fmt: skip
@@ -369,30 +362,8 @@ class Spending:
                 + ("" if self.ledger is None else f". For other data, name another ledger than {self.ledger.path}")
             )
         name = "target_epsilon" if self.max_epsilon is None else "max_epsilon"
-        epsilon = accounting.epsilon_of(spent, delta=plan.target_delta)
+        epsilon = accounting.epsilon_of(events_of(runs), delta=plan.target_delta)
         raise BudgetExceededError(
-            f"one more step would pass {name} = {self._epsilon_limit(event, spent)} at delta = {plan.target_delta}: "
+            f"one more step would pass {name} = {self._epsilon_limit(event, runs)} at delta = {plan.target_delta}: "
             f"epsilon = {epsilon:.6g} is spent or reserved{where}; stop here, or agree on a larger one"
         )
-
-    def _with_known(self, runs: Runs) -> dict[str, Counter[Event]]:
-        """The runs together with those that are known here, a run that is in both by what is more."""
-        return {run: self._runs.get(run, Counter()) | Counter(runs.get(run, {})) for run in {**self._runs, **runs}}
-
-
-def _listed(runs: Runs) -> list[Event]:
-    """What runs spent, one event a mechanism."""
-    return merged(replace(event, count=count) for spent in runs.values() for event, count in spent.items())
-
-
-def _counted(spent: Iterable[Event]) -> Counter[Event]:
-    """{event of count 1: how often it happened}, whichever mechanism it was a step of."""
-    counts: Counter[Event] = Counter()
-    for event in spent:
-        counts[replace(within(event, ""), count=1)] += event.count
-    return counts
-
-
-def steps_of(mechanism: str, runs: Runs) -> int:
-    """How many steps of a mechanism runs were charged."""
-    return sum(count for spent in runs.values() for event, count in spent.items() if mechanism_of(event) == mechanism)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.engine.budget import Runs, Spending, steps_of
+from ghostclip.engine.budget import Spending
+from ghostclip.engine.charges import Runs, steps_of
 from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.step_plan import StepPlan, StepSettings, new_name
 from ghostclip.events import within

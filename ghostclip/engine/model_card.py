@@ -36,13 +36,13 @@ def new_card(engine: PrivacyEngine) -> Any:
     return ModelCard(f"---\n{{}}\n---\n\n# {type(engine.model).__name__}, trained with differential privacy\n")
 
 
-def add_guarantee(card: Any, engine: PrivacyEngine, spending: Spending, noise: str) -> Any:
+def add_guarantee(card: Any, engine: PrivacyEngine, spending: Spending) -> Any:
     """The ModelCard ``card`` with the guarantee in its metadata, and a section of text at its end; it is changed.
 
     All figures are public: settings, charges, and bounds that follow from them. None depends on which examples were
-    drawn, or on losses and norms. ``spending`` is the engine's, ``noise`` says the modes of noise.
+    drawn, or on losses and norms. ``spending`` is the engine's.
     """
-    facts = _facts(engine, spending.unit, noise)
+    facts = _facts(engine, spending)
     card.data.tags = [*(tag for tag in card.data.tags or [] if tag not in TAGS), *TAGS]
     card.data[KEY] = facts
     not_covered = "\n".join(f"- {line.format(unit=spending.unit)}" for line in NOT_COVERED)
@@ -65,7 +65,7 @@ def add_guarantee(card: Any, engine: PrivacyEngine, spending: Spending, noise: s
     return card
 
 
-def _facts(engine: PrivacyEngine, unit: str, noise: str) -> dict[str, Any]:
+def _facts(engine: PrivacyEngine, spending: Spending) -> dict[str, Any]:
     """What the metadata say, {name: a string, a number or None}."""
     from ghostclip import __version__
 
@@ -75,7 +75,7 @@ def _facts(engine: PrivacyEngine, unit: str, noise: str) -> dict[str, Any]:
         "epsilon": float(engine.epsilon()),
         "delta": engine.target_delta,
         "accountant": accounting.used_for(engine.events, "pld"),
-        "unit": unit,
+        "unit": spending.unit,
         "neighboring": engine.neighboring,
         "membership_advantage": bound.advantage,
         "true_positive_rates": rates,
@@ -83,7 +83,7 @@ def _facts(engine: PrivacyEngine, unit: str, noise: str) -> dict[str, Any]:
         "sample_rate": engine.sample_rate,
         "expected_batch_size": engine.batch_size,
         "noise_multiplier": engine.noise_multiplier,
-        "noise": noise,
+        "noise": " and ".join(dict.fromkeys(mode for mode, _ in spending.noises)) or engine.noise,
         "clipping": repr(engine.clipping),
         "steps": engine.steps_taken,
         "planned_steps": engine.planned_steps,

@@ -17,6 +17,7 @@ from ghostclip.clipping import Schedule
 from ghostclip.engine.adaptation import policy_for
 from ghostclip.engine.before import Before
 from ghostclip.engine.budget import Spending
+from ghostclip.engine.charges import generators_in_words
 from ghostclip.engine.correlation import refuse_with_correlation
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.earlier_engines import how_to_count, next_step_of, warn_of_earlier
@@ -294,7 +295,8 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
             return found
         if not self._spending.private:
             return f"{found} No noise was added, so nothing is promised."
-        return f"{found}{self._snapshots.generators} Membership attacks: {accounting.risk_of(self.events)}."
+        found += generators_in_words(self._spending.noises)
+        return f"{found} Membership attacks: {accounting.risk_of(self.events)}."
 
     def risk(self, delta: float | None = None) -> accounting.Risk:
         """Bounds for attacks on one example's membership, by all that `epsilon` counts; its epsilon is at ``delta``."""
@@ -309,7 +311,7 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         Nothing in it depends on which examples were drawn. Raises as `epsilon`, and ModuleNotFoundError without
         huggingface_hub.
         """
-        return add_guarantee(new_card(self) if card is None else card, self, self._spending, self._snapshots.modes)
+        return add_guarantee(new_card(self) if card is None else card, self, self._spending)
 
     def accept_parameters(self) -> None:
         """Accepts trained parameters that were changed by no private data, such as a loaded state dict.

@@ -28,9 +28,9 @@ from ghostclip.checkpoint.contents import (
     set_random_states,
 )
 from ghostclip.engine.budget import Spending
+from ghostclip.engine.charges import Noises
 from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.mechanism import Mechanism
-from ghostclip.engine.noises import Noises, generators_in_words
 from ghostclip.engine.step import LogicalStep
 from ghostclip.errors import LedgerError, PrivacyError
 from ghostclip.events import Event
@@ -100,30 +100,11 @@ class Snapshots:
     def __post_init__(self) -> None:
         # Steps that were charged and that the model has not behind it.
         self._elsewhere = 0
-        # How many steps were of checkpoints or there before one was restored, and the noise of all that was there then.
-        self._taken_over, self._noises_then = 0, Noises()
 
     @property
     def model_steps(self) -> int:
         """How many steps the model has behind it; `Spending.steps` counts those charged since a checkpoint, too."""
         return self.spending.steps - self._elsewhere
-
-    @property
-    def noises(self) -> Noises:
-        """Of all that was charged."""
-        own = (self.noise.mode, self.noise.generator_for(self.model))
-        taken = [own] if self.spending.steps > self._taken_over else []
-        return list(dict.fromkeys([*self.spending.noises, *self._noises_then, *taken]))
-
-    @property
-    def generators(self) -> str:
-        """Where the noise of all that was charged comes from: a sentence for the guarantee."""
-        return generators_in_words(self.noises)
-
-    @property
-    def modes(self) -> str:
-        """Of the noise of all that was charged, for the model card; those of the next step where nothing was."""
-        return " and ".join(dict.fromkeys(mode for mode, _ in self.noises)) or self.noise.mode
 
     def start_alike(self) -> None:
         """All ranks begin with the leading one's model; raises PrivacyError where they were built differently."""
@@ -181,7 +162,7 @@ class Snapshots:
             "spent": {run: [[encoded(e), n] for e, n in spent.items()] for run, spent in self.spending.runs.items()},
             "ledger": self.spending.head,
             "clipping": self._policy_state(),
-            "noises": [list(each) for each in self.noises],
+            "noises": [list(each) for each in self.spending.noises],
             "untested": self.steps.self_check.untested,
         }
 
@@ -215,9 +196,7 @@ class Snapshots:
 
     def _count(self, found: Mapping[str, Any]) -> None:
         """Takes in what was spent with which noise, whether losses were tested, and what the clipping policy learnt."""
-        noises = [*self.noises, *_noises_in(found)]
         self.spending.add(_spent_in(found), _noises_in(found))
-        self._taken_over, self._noises_then = self.spending.steps, noises
         self._elsewhere = self.spending.steps - found["progress"]["steps"]
         self.steps.self_check.went_on |= found.get("untested", False)  # older checkpoints don't say
         if found["clipping"] is not None:
