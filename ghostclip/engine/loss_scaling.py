@@ -30,23 +30,14 @@ USUAL = 1024.0
 
 
 class LossScaling:
-    """What an engine knows of the scale of its losses.
+    """What an engine knows of the scale of its losses; ``loss_scale`` and the calls of a loop as for `PrivacyEngine`.
 
-    Args:
-        loss_scale: a power of two; or the GradScaler of the training loop, which then calls ``scaler.scale(losses)``
-            before `PrivacyEngine.backward`, ``scaler.step(optimizer)`` for ``optimizer.step()``, and
-            ``scaler.update()``.
-        optimizer: which is stepped.
-
-    Attributes:
-        factor: what the clipper scales by.
-        is_dynamic: whether a GradScaler scales losses, too.
+    ``factor`` is what the clipper scales by.
     """
 
     def __init__(self, loss_scale: float | GradScaler, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._scaler: GradScaler | None = None
-        self.is_dynamic = isinstance(loss_scale, GradScaler) and loss_scale.is_enabled()
         self.factor: float = 1.0
         if not isinstance(loss_scale, GradScaler):
             self.factor = loss_scale
@@ -96,8 +87,10 @@ class LossScaling:
 
     def _is_scaled(self, losses: Tensor) -> bool:
         """Whether the last thing that was done to the losses is a product with the GradScaler's scale."""
+        if self._scaler is None or self._scaler._scale is None:
+            return False
         node: Any = getattr(losses, "grad_fn", None)
-        if node is None or node.name() != "MulBackward0" or self._scaler is None or self._scaler._scale is None:
+        if node is None or node.name() != "MulBackward0":
             return False
         factors = [node._saved_other, node._saved_self]
         return any(f is not None and f.dim() == 0 and f.item() == self._scaler.get_scale() for f in factors)

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,16 +39,14 @@ log = logging.getLogger("ghostclip")
 class Piece(AbstractContextManager[None]):
     """A physical batch or a part of one; a context for its forward and passes.
 
-    It catches what `MicroBatches.pieces` tries again for: memory that ran out, and RowsMovedError.
+    It catches that memory ran out, after which `MicroBatches.pieces` gives a smaller one.
 
     Attributes:
         rows: size of its tensors in dimension 0, a multiple of ``units``.
         units: how many examples (or users) it has.
         users: whose rows they are; None where each row is a unit of its own.
         more: whether another piece of the same physical batch follows.
-        again: whether this is the second try, after its rows had moved.
         out_of_memory: what torch said.
-        rows_moved: whether its rows didn't lie as those of earlier batches, which another forward may show.
         done: whether its clipped sums are about to be added, or were: it must not come again.
     """
 
@@ -58,28 +56,23 @@ class Piece(AbstractContextManager[None]):
     users: UserRows | None = None
     batch_index: Any = None
     more: bool = False
-    again: bool = False
     out_of_memory: str | None = None
-    rows_moved: bool = False
     done: bool = False
 
-    def part(self, start: int, stop: int, again: bool = False) -> Piece:
+    def part(self, start: int, stop: int) -> Piece:
         """Of the units from ``start`` to before ``stop``."""
         if stop - start == self.units:
-            return Piece(self.examples, self.rows, self.units, self.users, self.batch_index, self.more, again)
+            return replace(self)
         each = self.rows // self.units
         return Piece(
             slice_rows(self.examples, self.rows, start * each, stop * each), each * (stop - start), stop - start,
-            None if self.users is None else self.users.part(start, stop), more=stop < self.units, again=again,
+            None if self.users is None else self.users.part(start, stop), more=stop < self.units,
         )  # fmt: skip
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *where: Any) -> bool:
         """Whether the piece comes again; where memory ran out for good, an error that says what to do."""
         if error is None or self.done:
             return False
-        if isinstance(error, RowsMovedError):
-            self.rows_moved = not self.again
-            return self.rows_moved
         if not isinstance(error, RuntimeError | MemoryError) or not is_out_of_memory(error):
             return False
         if reason := self._indivisible():
@@ -109,17 +102,21 @@ class MicroBatches:
     on the first batch's examples, some of them repeated.
 
     Args:
-        memory: what trials may use; None: there are none, and batches are divided where memory runs out only.
-        largest: logical batches hardly have more examples than this.
-        found: called with the number ``most`` that was found, of examples (or users) that are tried at once.
+        trials: the memory that they may use, and the loader of whose samples they are, which divides physical batches
+            from its next loop on; None: there are none, and batches are divided where memory runs out only.
+
+    Attributes:
+        most: how many examples (or users) are tried at once; None: all of a physical batch.
     """
 
-    def __init__(
-        self, memory: MemoryMeter | None = None, largest: int = 0, found: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, trials: tuple[MemoryMeter, LogicalBatches] | None = None) -> None:
         self.most: int | None = None
-        self._memory, self._largest, self._found = memory, largest, found
-        self.is_open = memory is not None
+        self._trials = trials
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``most`` is still to be found by trial."""
+        return self._trials is not None and self.most is None
 
     def check_found(self, caller: str) -> None:
         """Raises PrivacyError where ``most`` is still to be found, which the caller can't do."""
@@ -132,13 +129,9 @@ class MicroBatches:
     def agree(self, said: Sequence[int | None]) -> None:
         """Takes the smallest ``most`` of all ranks, where it was to be found."""
         known = [most for most in (self.most, *said) if most is not None]
-        if self._found is not None and known and (self.is_open or self.most != min(known)):
-            self._take(min(known))
-
-    def _take(self, most: int) -> None:
-        assert self._found is not None
-        self.most, self.is_open = most, False
-        self._found(most)
+        if self._trials is not None and known and self.most != min(known):
+            self.most = min(known)
+            self._trials[1].limit_physical(self.most)
 
     def find(self, clipper: GhostClipper, optimizer: Optimizer, loss_fn: LossFunction, whole: Piece) -> None:
         """Finds ``most`` by trial where it is still to be found and the physical batch has examples.
@@ -148,8 +141,9 @@ class MicroBatches:
             MemoryError: not even one example fits.
         """
         examples, rows = whole.examples, whole.rows
-        if self._memory is None or not self.is_open or not rows:
+        if self._trials is None or self.most is not None or not rows:
             return
+        memory, loader = self._trials
         try:
             slice_rows(examples, rows, 0, 1)
         except TypeError as error:
@@ -165,36 +159,34 @@ class MicroBatches:
         reserve = _bytes_of_state(optimizer)
         clipper.passes.index.watch()
         with clipper.passes.forgetting():
-            most = _largest_that_fits(trial, self._memory, self._memory.limit - reserve, self._largest)
+            most = _largest_that_fits(trial, memory, memory.limit - reserve, loader.largest)
         if not most:
             raise MemoryError(
-                f"the passes over one example don't fit: {in_words(self._memory.limit)} is what this process may use "
-                f"(memory_limit, or most of what the machine has), {in_words(self._memory.now())} are in use, and "
+                f"the passes over one example don't fit: {in_words(memory.limit)} is what this process may use "
+                f"(memory_limit, or most of what the machine has), {in_words(memory.now())} are in use, and "
                 f"{in_words(reserve)} kept for the optimizer; use a smaller model, shorter examples, or more memory"
             )
         log.info(
             'max_physical_batch_size="auto": batches of %d fit into %s (the loss function was called for batches of '
-            "several sizes to find out)", most, in_words(self._memory.limit),
+            "several sizes to find out)", most, in_words(memory.limit),
         )  # fmt: skip
-        self._take(most)
+        self.agree([most])
 
     def pieces(self, whole: Piece) -> Iterator[Piece]:
         """The physical batch, or parts of it in order that fit into memory, each entered before the next is asked for.
 
-        A piece comes again, divided, where memory ran out, and once more as it is where its rows had moved. Nothing of
-        the failed one may have stayed.
+        A piece comes again, divided, where memory ran out. Nothing of the failed one may have stayed.
         """
-        start, again = 0, False
+        start = 0
         while start < whole.units:
             most = whole.units if self.most is None or whole.batch_index is not None else self.most
             stop = min(whole.units, start + most)
-            piece = whole.part(start, stop, again)
+            piece = whole.part(start, stop)
             yield piece
-            if piece.out_of_memory is not None:
-                self._halve(piece.units, piece.out_of_memory)
-            again = piece.rows_moved
-            if not (again or piece.out_of_memory is not None):
+            if piece.out_of_memory is None:
                 start = stop
+            else:
+                self._halve(piece.units, piece.out_of_memory)
 
     def _halve(self, tried: int, failure: str) -> None:
         self.most = tried // 2
@@ -329,8 +321,7 @@ def physical_limit(max_physical_batch_size: int | str | None, memory_limit: int 
 def micro_batches_of(
     model: nn.Module, loader: LogicalBatches, max_physical_batch_size: int | str | None, memory_limit: int | None
 ) -> MicroBatches:
-    """`MicroBatches` for the samples of a loader, of which trials divide the physical batches from its next loop on."""
+    """`MicroBatches` for the samples of a loader."""
     if not isinstance(max_physical_batch_size, str):
         return MicroBatches()
-    memory = MemoryMeter(next(model.parameters()).device, memory_limit)
-    return MicroBatches(memory, loader.largest, loader.limit_physical)
+    return MicroBatches((MemoryMeter(next(model.parameters()).device, memory_limit), loader))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,13 +73,18 @@ class LogicalStep:
         return results
 
     def _clip(self, loss_fn: LossFunction, piece: Piece) -> ClippingResult:
+        """`_clip_once`, and again where rows don't lie as those of earlier batches, which another forward may show."""
+        with suppress(RowsMovedError):
+            return self._clip_once(loss_fn, piece)
+        return self._clip_once(loss_fn, piece)
+
+    def _clip_once(self, loss_fn: LossFunction, piece: Piece) -> ClippingResult:
         """Forward and both passes of a physical batch, or of a piece of one."""
         if self._clipper.compiled is not None and self._self_check.over:
             return self._clip_compiled(loss_fn, piece)
         with self._clipper.passes.running(forward_of(self._model, loss_fn, piece.examples, piece.rows)):
             losses = loss_fn(self._model, piece.examples)
-            if self._scaling.is_dynamic:
-                self._scaling.refuse_scaled(losses)
+            self._scaling.refuse_scaled(losses)
             return self._accumulate(losses, piece)
 
     def _accumulate(self, losses: Tensor, piece: Piece, retain_graph: bool = False) -> ClippingResult:
