@@ -598,7 +598,7 @@ ACCOUNTING = [
     Mutant(
         "an older ledger beside a checkpoint",
         "ghostclip/engine/snapshots.py",
-        "        if not ledger.contains(head):\n",
+        '        if not ledger.contains(Head(**found["ledger"])):\n',
         "        if False:\n",
         ("tests/privacy/test_engine_checkpoint.py", "tests/engine/test_faults.py"),
     ),
@@ -1533,7 +1533,7 @@ MISUSE = [
     ),
     Mutant(
         "an engine is copied",
-        "ghostclip/engine/fixed.py",
+        "ghostclip/engine/refusals.py",
         "    def __reduce_ex__(self, protocol: Any) -> Any:\n",
         "    def _reduce(self, protocol: Any) -> Any:\n",
         (*TAKEN_TURNS, "-k", "copied"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -51,14 +51,10 @@ class _Trained:
         return SimpleNamespace, (), {"steps_taken": engine.steps_taken, "ledger": ledger}
 
 
-def warn_of_earlier(engine: PrivacyEngine, how_to_count: Callable[[Any], str | None]) -> None:
-    """Logs a warning where another engine took steps with the engine's model, or with one that it is a copy of.
+def warn_of_earlier(engine: PrivacyEngine) -> None:
+    """Logs a warning where another engine took steps with a new one's model, or with one that it is a copy of.
 
     Not where the new engine counts them. A search in whose ``train`` the engine was built gets to know of it.
-
-    Args:
-        engine: a new one.
-        how_to_count: what makes it count the steps of an earlier one, in words; None where it does.
     """
     note_charges(engine._spending._runs)
     last = vars(engine.model).get(MARK)
@@ -67,7 +63,7 @@ def warn_of_earlier(engine: PrivacyEngine, how_to_count: Callable[[Any], str | N
     vars(engine.model)[MARK] = mark
     if earlier is None or not earlier.steps_taken:
         return
-    if (remedy := how_to_count(earlier)) is not None:
+    if (remedy := engine._how_to_count(earlier)) is not None:
         mark.warned = True
         log.warning(
             "another engine took %d step%s with this model before; epsilon() of the new one doesn't count them. %s so "

@@ -21,13 +21,12 @@ from ghostclip.engine.charges import generators_in_words
 from ghostclip.engine.correlation import refuse_with_correlation
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.earlier_engines import how_to_count, next_step_of, warn_of_earlier
-from ghostclip.engine.fixed import FixedOnceBuilt
 from ghostclip.engine.loss_scaling import LossScaling
 from ghostclip.engine.mechanism import Mechanism
 from ghostclip.engine.micro_batching import micro_batches_of, physical_limit
 from ghostclip.engine.model_card import add_guarantee, new_card
-from ghostclip.engine.old_names import OpacusNames
 from ghostclip.engine.optimizers import prepare_optimizer, unwrapped
+from ghostclip.engine.refusals import Refusals
 from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.step import BatchIndexOf, LogicalStep, LossFunction, StepRecord
@@ -52,7 +51,7 @@ TOLD = "batch_size", "sample_rate", "noise_multiplier", "clipping", "steps_taken
 FIXED = "model", "optimizer", "clipping", "target_delta", "max_epsilon", "ledger", "schedule", "correlation", *AGREED
 
 
-class PrivacyEngine(OpacusNames, FixedOnceBuilt):
+class PrivacyEngine(Refusals):
     """Differentially private training (DP-SGD, Abadi et al. 2016) of a torch model with any torch optimizer.
 
     A step draws a random sample of the data and releases (sum of clipped gradients + noise) / ``batch_size``. The
@@ -184,13 +183,10 @@ class PrivacyEngine(OpacusNames, FixedOnceBuilt):
         agreed = {name: getattr(self, name) for name in AGREED} | {"seed": seed}
         matters = {"schedule": self.schedule, "correlation": self.correlation and self.correlation.matrix}
         agreed |= {name: repr(value) for name, value in matters.items() if value is not None}
-        self._snapshots = Snapshots(
-            self.model, self.optimizer, self.clipping, loader, source, spending, self._steps, agreed, self._ranks,
-            self._mechanism,
-        )  # fmt: skip
+        self._snapshots = Snapshots(self._steps, loader, source, spending, agreed, self._mechanism)
         self._snapshots.start_alike()
         self._synchronise = keep_unsynchronised(self.model)
-        warn_of_earlier(self, self._how_to_count)
+        warn_of_earlier(self)
         if self._ranks.leads and spending.private:
             accounting.warn_of_delta(self.target_delta, loader.units, spending.unit)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from ghostclip import checkpoint
@@ -29,7 +28,6 @@ from ghostclip.checkpoint.contents import (
 )
 from ghostclip.engine.budget import Spending
 from ghostclip.engine.charges import Noises
-from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.mechanism import Mechanism
 from ghostclip.engine.step import LogicalStep
 from ghostclip.errors import LedgerError, PrivacyError
@@ -79,25 +77,25 @@ class Restored:
 
 @dataclass
 class Snapshots:
-    """Saves and restores one engine, whose parts these are. Of several ranks the leading one writes, and all read.
+    """Saves and restores an engine of these parts. Of several ranks the leading one writes, and all read.
 
     ``agreed`` are arguments {name: value, as JSON} that must be the same when the checkpoint is restored. The state of
     the clipping policy is kept where it has ``state_dict`` and ``load_state_dict``. ``mechanism`` is None where
     steps are independent.
     """
 
-    model: nn.Module
-    optimizer: Optimizer
-    policy: Any
+    steps: LogicalStep
     loader: LogicalBatches
     noise: Noise
     spending: Spending
-    steps: LogicalStep
     agreed: dict[str, Any]
-    ranks: Ranks
     mechanism: Mechanism | None = None
 
     def __post_init__(self) -> None:
+        release, clipper = self.steps.release, self.steps.release.clipper
+        self.model, self.sharding = clipper.model, clipper.sharding
+        self.policy: Any = clipper.clipping
+        self.optimizer, self.ranks = release.optimizer, release.ranks
         # Steps that were charged and that the model has not behind it.
         self._elsewhere = 0
 
@@ -122,8 +120,7 @@ class Snapshots:
         states = self.ranks.all_gathered(random_states())
         # All ranks ask together for what is sharded.
         model = {name: self.ranks.whole(value) for name, value in self.model.state_dict().items()}
-        sharded = self.steps.release.clipper.sharding.sharded
-        optimizer = tree_map(self.ranks.whole, optimizer_state(self.optimizer)) if sharded else None
+        optimizer = tree_map(self.ranks.whole, optimizer_state(self.optimizer)) if self.sharding.sharded else None
         mechanism = None if self.mechanism is None else self.mechanism.state_dict(self._trained())
 
         def write() -> None:
@@ -168,7 +165,7 @@ class Snapshots:
 
     def state_dict(self) -> dict[str, Any]:
         """See `PrivacyEngine.state_dict`. One text, whichever the state: stores of others ask for the same keys."""
-        self.steps.release.clipper.sharding.reshard_between_batches("engine.state_dict()")
+        self.sharding.reshard_between_batches("engine.state_dict()")
         tensors: dict[str, Tensor] = {}
         text = json.dumps(packed(self.progress(), tensors, "clipping"), allow_nan=False)
         return {PROGRESS: text, **tensors}
@@ -214,7 +211,7 @@ class Snapshots:
         self.steps.updates.expect()
         own = self.model.state_dict()
         self.model.load_state_dict(
-            {name: self.ranks.sharding.part(each, own[name]) for name, each in public["model"].items()}
+            {name: self.sharding.part(each, own[name]) for name, each in public["model"].items()}
         )
         put_optimizer_state(self.optimizer, self._parts_of_state(public["optimizer"]))
         for name, thing in extra.items():
@@ -250,7 +247,7 @@ class Snapshots:
         parameter_of = dict(zip(numbers, held, strict=True))
         parts = dict(state["state"])
         for number in parts.keys() & parameter_of.keys():
-            parts[number] = tree_map(partial(self.ranks.sharding.part, like=parameter_of[number]), parts[number])
+            parts[number] = tree_map(partial(self.sharding.part, like=parameter_of[number]), parts[number])
         return {**state, "state": parts}
 
     def _policy_state(self) -> Any:
@@ -317,29 +314,28 @@ class Snapshots:
             )
 
     def _check_state(self, place: Any, found: Mapping[str, Any]) -> None:
-        """Raises PrivacyError or LedgerError unless clipping policy and ledger go with those of a checkpoint."""
+        """Raises PrivacyError or LedgerError unless clipping policy and ledger go with those of a checkpoint.
+
+        What it spent must be in the ledger that the engine has.
+        """
         if (found["clipping"] is not None) != _is_stateful(self.policy):
             raise PrivacyError(f"the checkpoint {place} and the clipping policy differ in whether they have a state")
-        if self.ranks.leads and found["ledger"] is not None:
-            self._check_ledger(place, Head(**found["ledger"]))
-
-    def _configuration(self) -> dict[str, Any]:
-        data = {"sampling": in_words(self.loader.scheme), "the number of examples": self.loader.dataset_size}
-        return configuration_of(self.model, self.optimizer, self.policy) | data | self.agreed
-
-    def _check_ledger(self, place: Any, head: Head) -> None:
-        """Raises LedgerError unless what the checkpoint spent, up to ``head``, is in the ledger that the engine has."""
-        ledger = self.spending.ledger
-        if ledger is None:
+        if not self.ranks.leads or found["ledger"] is None:
+            return
+        if (ledger := self.spending.ledger) is None:
             raise LedgerError(
                 f"the checkpoint {place} belongs to a run with a ledger, in which more may have been charged since; "
                 "build the engine with ledger=... and that file"
             )
-        if not ledger.contains(head):
+        if not ledger.contains(Head(**found["ledger"])):
             raise LedgerError(
                 f"the ledger {ledger.path} doesn't have what it had when the checkpoint {place} was saved: it is "
                 "another one, or an older copy; put the file of that run back, or what it spent is forgotten"
             )
+
+    def _configuration(self) -> dict[str, Any]:
+        data = {"sampling": in_words(self.loader.scheme), "the number of examples": self.loader.dataset_size}
+        return configuration_of(self.model, self.optimizer, self.policy) | data | self.agreed
 
 
 def _spent_in(found: Mapping[str, Any]) -> dict[str, Counter[Event]]:

@@ -1,12 +1,13 @@
-"""Names of Opacus's PrivacyEngine: using one raises an error that says what to write here."""
+"""What a PrivacyEngine refuses: names that Opacus's has, changes of what noise and charges follow from, and copies."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, NoReturn
 
+from ghostclip.errors import PrivacyError
 from ghostclip.validate import RefusesNames
 
-__all__ = ["OpacusNames"]
+__all__ = ["Refusals"]
 
 BUILD = (
     "build engine = PrivacyEngine(model, optimizer, data, batch_size=..., and noise_multiplier=... or "
@@ -28,8 +29,13 @@ class OpacusName:
         raise AttributeError(f"PrivacyEngine has no {self._name}; {self._instead}")
 
 
-class OpacusNames(RefusesNames):
-    """Names of Opacus's engine that `ghostclip.PrivacyEngine` has under other ones."""
+class Refusals(RefusesNames):
+    """The base of `ghostclip.PrivacyEngine`, which has Opacus's names under other ones.
+
+    Attributes of the ``fixed_names`` are set once.
+    """
+
+    fixed_names: ClassVar[frozenset[str]] = frozenset()
 
     refused_names: ClassVar = {
         "accountant": 'engine.epsilon(accountant="pld") or "rdp"',
@@ -61,3 +67,18 @@ class OpacusNames(RefusesNames):
     def __iter__(self) -> NoReturn:
         """Raises TypeError: a loop is over `PrivacyEngine.batches`."""
         raise TypeError("an engine gives no batches by itself; write `for batch in engine.batches()`")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.fixed_names and name in vars(self):
+            raise AttributeError(
+                f"{name} of a PrivacyEngine can't be changed: noise and charges are made for what it was built with; "
+                "call detach() and build a new engine, with the same ledger=... so that both count"
+            )
+        super().__setattr__(name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises PrivacyError: torch's optimizers lose their hooks in a copy."""
+        raise PrivacyError(
+            "a PrivacyEngine can't be copied or pickled: its optimizer's copy would train without noise; build a new "
+            "engine over copies, with the same ledger=... so that both count, or use save() and restore()"
+        )
