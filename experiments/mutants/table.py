@@ -2833,7 +2833,7 @@ AROUND_THE_BATCH = [
     Mutant(
         "steps of noise alone are not named",
         RELEASE,
-        "        self._readable.saw(result, self.clipper.passes.left_out)\n",
+        "        self._notices.saw(result, self.clipper.passes.left_out)\n",
         "",
         READABLE,
     ),
@@ -2846,14 +2846,14 @@ AROUND_THE_BATCH = [
     ),
     Mutant(
         "one example that isn't finite is named as all of them",
-        "ghostclip/engine/readable.py",
+        "ghostclip/engine/notices.py",
         "isfinite() for each in vectors]).all(0).sum())",
         "isfinite() for each in vectors]).all())",
         READABLE,
     ),
     Mutant(
         "infinite losses of finite norms are finite",
-        "ghostclip/engine/readable.py",
+        "ghostclip/engine/notices.py",
         "            vectors += [] if result.losses is None else [result.losses]\n",
         "",
         READABLE,
@@ -2861,14 +2861,14 @@ AROUND_THE_BATCH = [
     Mutant(
         "a rank says what holds of its own share",
         RELEASE,
-        '        self._readable.agree([each["examples, and how many were finite"] for each in said])\n',
+        '        self._notices.agree([each["examples, and how many were finite"] for each in said])\n',
         "",
         READABLE,
     ),
     Mutant(
         "an earlier batch's examples count",
         RELEASE,
-        "        self._readable.begin()\n",
+        "        self._notices.begin()\n",
         "",
         READABLE,
     ),

@@ -36,10 +36,7 @@ def policy_for(model: nn.Module, clipping: Any) -> Any:
 def step_event(scheme: Scheme, policy: Any, noise_multiplier: float) -> Event:
     """What a step is charged as: a noisy sum over a sample and, under adaptive clipping, counts over the same one.
 
-    Args:
-        scheme: how samples are drawn.
-        policy: of clipping, as `policy_for` returns it.
-        noise_multiplier: standard deviation of the gradients' noise over the sensitivity; 0: none, on the counts too.
+    Without noise on the sum (a multiplier of 0) there is none on the counts.
     """
     gradients = scheme.event(noise_multiplier)
     if not adapts(policy):
@@ -51,11 +48,7 @@ def step_event(scheme: Scheme, policy: Any, noise_multiplier: float) -> Event:
 
 
 class Adaptation:
-    """Counts norms over the physical batches of a logical one, and moves thresholds when the counts are released.
-
-    Args:
-        policy: whose thresholds move.
-    """
+    """Counts norms over the physical batches of a logical one, and moves thresholds when the counts are released."""
 
     def __init__(self, policy: Adaptive | Composed) -> None:
         self._policy = policy
@@ -76,8 +69,8 @@ class Adaptation:
 
         Args:
             std: of the noise on sums; 0: none, on the counts too.
-            batch_size: the expected, public one, by which sums are divided.
-            like: a sum.
+            batch_size: the expected, public one.
+            like: a sum, whose type and device they get.
         """
         counts = torch.zeros(self._policy.counted, dtype=like.dtype, device=like.device)
         if self._counts is not None:

@@ -39,16 +39,12 @@ class Spending:
     counts, has the ledger and may refuse; the others are told, and refuse with it.
 
     Args:
-        ranks: which train together.
-        plan: how many steps were agreed, and what they are charged as.
         max_epsilon: which no step may pass, at the plan's delta; None: ``target_epsilon`` of the plan where something
             else was spent besides the steps it was calibrated for, else no limit.
         ledger: the file that every step is charged to, or its path; None: steps are counted in memory.
-        noise: its mode and generator are recorded for readers of the ledger.
-        model: that is trained.
+        noise: its mode and generator for the ``model`` are recorded for readers of the ledger.
 
     Attributes:
-        max_epsilon: as given.
         ledger: the `Ledger`, or None; None too on ranks that don't lead.
 
     Raises:
@@ -232,7 +228,7 @@ class Spending:
                 )
 
     def charge(self, settings: StepSettings) -> None:
-        """Charges one step, of these settings; to be called before it is released, by all ranks.
+        """Charges one step; to be called before it is released, by all ranks.
 
         Raises:
             BudgetExceededError: it is one too many.
@@ -302,9 +298,7 @@ class Spending:
     def _room(self, event: Event, runs: Runs, before: int) -> int:
         """How many steps of ``event`` plan and budget allow on top of ``runs``; a lower bound where it is asked again.
 
-        Args:
-            runs: of everyone.
-            before: how many steps there was room for when this was asked last.
+        ``before``: how many steps there was room for when this was asked last.
         """
         room = MOST if self._plan.planned_steps is None else max(0, self._plan.planned_steps - self._charged_in(runs))
         epsilon = self._epsilon_limit(event, runs)

@@ -73,10 +73,7 @@ class ChosenCorrelation:
 def refuse_with_correlation(correlation: Any, given: dict[str, Any], policy: Any) -> None:
     """Raises ValueError or TypeError where arguments of the engine don't go with correlated noise.
 
-    Args:
-        correlation: as for `PrivacyEngine`; None: everything goes.
-        given: the arguments ``sampling``, ``schedule``, ``noise``, ``steps``, ``epochs`` and ``target_epsilon``.
-        policy: of clipping.
+    ``given`` are ``sampling``, ``schedule``, ``noise``, ``steps``, ``epochs`` and ``target_epsilon``.
     """
     if correlation is None:
         return
@@ -112,11 +109,7 @@ def chosen_correlation(
 ) -> ChosenCorrelation:  # fmt: skip
     """The matrix with its number of bands; "auto" takes the smallest noise multiplier times error, and logs the table.
 
-    Args:
-        correlation: as for `PrivacyEngine`.
-        loader: whose sampling it is.
-        steps, target_epsilon, target_delta: of the engine; "auto" needs a target.
-        before: what is charged besides the steps.
+    "auto" needs a target. ``before`` is charged besides the steps.
     """
     table: tuple[BandsRow, ...] = ()
     if isinstance(correlation, BandedToeplitz) and correlation.is_auto and target_epsilon is not None:
@@ -147,7 +140,7 @@ def _check_growth(correlation: BandedToeplitz, steps: int) -> None:
 def _row(
     bands: int, loader: LogicalBatches, steps: int, target_epsilon: float, target_delta: float, before: Sequence[Event]
 ) -> BandsRow:
-    """One number of bands; arguments as for `chosen_correlation`."""
+    """One number of bands, see `chosen_correlation`."""
     scheme = loader.scheme
     setting = accounting.Setting(loader.sample_rate, loader.sampling, scheme.relation, bands=bands)
     sigma = accounting.noise_for(

@@ -52,9 +52,8 @@ class Ranks:
         group: of torch.distributed; None: all processes.
 
     Attributes:
-        rank: which of the processes this is.
-        size: how many there are; one that is alone agrees with itself.
-        leads: whether it draws the noise and charges.
+        size: how many processes there are; one that is alone agrees with itself.
+        leads: whether this one draws the noise and charges.
         sharding: of the parameters of the clipper's model; none before there is a clipper.
     """
 

@@ -38,12 +38,8 @@ class Mechanism(Noise):
     Where several processes train together all have the mechanism's name, and who draws noise has the history of it:
     the leading one, or, of a sharded model and noise that nobody can repeat, each of its own shards.
 
-    Args:
-        ranks: which train together.
-        source: of independent noise.
-        plan: of the steps; its events bear the mechanism's name.
-        spending: counts them.
-        loader: whose groups take turns.
+    ``source`` gives independent noise. The events of ``plan`` bear the mechanism's name. Groups of ``loader`` take
+    turns.
     """
 
     def __init__(self, ranks: Ranks, source: Noise, plan: StepPlan, spending: Spending, loader: LogicalBatches) -> None:
@@ -105,8 +101,7 @@ class Mechanism(Noise):
     def state_dict(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
         """For the private part of a checkpoint: the name, the groups, and the history of noise; all ranks ask for it.
 
-        Args:
-            parameters: that are trained.
+        ``parameters`` are those that are trained.
         """
         groups = self._loader.groups
         history = None if self._history is None else self._history.state_dict()
@@ -132,7 +127,7 @@ class Mechanism(Noise):
             state: what `state_dict` gave; None: there is none.
             saved: what the checkpoint says was charged.
             step: the number of the model's next step.
-            parameters: that are trained.
+            parameters: as for `state_dict`.
         """
         self.begin(step)
         if state is None:

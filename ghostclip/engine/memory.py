@@ -20,16 +20,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 class MemoryMeter:
     """Where tensors lie: of a CUDA device as torch's allocator counts it; on Linux what of this process is resident.
 
-    Args:
-        device: of the tensors.
-        limit: bytes that may be used there in all; None: most of what the machine or the GPU has free, and of what the
-            process's control groups allow.
-
-    Attributes:
-        limit: as given or found.
-
-    Raises:
-        ValueError: memory can't be measured there.
+    ``limit`` is how many bytes may be used there in all; None: most of what the machine or the GPU has free, and of
+    what the process's control groups allow. Raises ValueError where memory can't be measured.
     """
 
     def __init__(self, device: torch.device, limit: int | None) -> None:

@@ -68,11 +68,9 @@ def hook_first(optimizer: Optimizer, hook: Callable[..., Any]) -> Callable[[], N
 def with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of a step with ``after`` put behind its closure; None when it has no closure.
+    """The arguments of a step, of which the first is the optimizer, with ``after`` put behind its closure.
 
-    Args:
-        args: the optimizer itself, then what the caller gave.
-        kwargs: likewise.
+    None when it has no closure.
     """
     closure = kwargs.get("closure") if "closure" in kwargs else next(iter(args[1:]), None)
     if closure is None:

@@ -13,12 +13,11 @@ from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import Composed, GlobalNoise
 from ghostclip.clipping.choice import adapts
 from ghostclip.engine.adaptation import Adaptation
-from ghostclip.engine.changes import MidRunChanges
 from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.loss_scaling import SCALED, LossScaling, show_scaling
 from ghostclip.engine.micro_batching import MicroBatches
+from ghostclip.engine.notices import Notices
 from ghostclip.engine.optimizers import hook_first, with_closure
-from ghostclip.engine.readable import ReadableExamples
 from ghostclip.engine.step_plan import StepSettings
 from ghostclip.engine.sums import ClippedSums
 from ghostclip.engine.update_check import UpdateCheck, held_parameters
@@ -48,8 +47,6 @@ class Release:
     """Hooks the optimizer's step: charges the logical batch, adds noise to its sums, fills ``p.grad``.
 
     Args:
-        clipper: of the model in training.
-        optimizer: gets hooks before and after its step.
         noise, noise_multiplier: of the engine; 0: no noise in any step.
         settings: from a step's number to its noise, batch size and thresholds.
         charge: called with them once for each step, after all checks and before anything is released; it may refuse.
@@ -61,11 +58,11 @@ class Release:
         updates: whether parameters moved in steps only.
         sensitivity: of what the current logical batch has gathered.
         batch: the current one, from when it is handed out until its step was taken, or missed; else None.
-        self_check: watches the first steps; None: nothing does.
+        self_check: watches the first steps.
         trace: observes steps, or None.
     """
 
-    self_check: SelfCheck | None = None
+    self_check: SelfCheck
     trace: StepTrace | None = None
 
     def __init__(
@@ -89,8 +86,7 @@ class Release:
         self.ranks = Ranks() if ranks is None else ranks
         self.ranks.sharding = clipper.sharding
         self.sums, self.updates = ClippedSums(clipper), UpdateCheck(clipper.model, clipper.sharding)
-        self._readable = ReadableExamples(self.ranks.leads)
-        self._changes = MidRunChanges(clipper.model, optimizer, self.ranks.leads)
+        self._notices = Notices(clipper.model, optimizer, self.ranks.leads)
         self._owned = set(clipper.model.parameters())
         policy: Any = clipper.clipping
         self._adaptation = Adaptation(policy) if adapts(policy) else None
@@ -166,12 +162,12 @@ class Release:
         """Ends the logical batch, whatever its state, without a charge of its own; it doesn't come again."""
         self.begin(None)
         self._ended = None
-        self._changes.forget()
+        self._notices.forget()
 
     def discard(self) -> None:
         """Drops the sums and counts that were gathered; charges nothing."""
         self.sums.discard()
-        self._readable.begin()
+        self._notices.begin()
         if self._adaptation is not None:
             self._adaptation.discard()
 
@@ -224,7 +220,7 @@ class Release:
         """Records the result of a physical batch whose sums were added; a batch that had failed before goes on."""
         if self.batch is not None and self.batch.state is BatchState.FAILED:
             self.batch.state = BatchState.ACCUMULATING
-        self._readable.saw(result, self.clipper.passes.left_out)
+        self._notices.saw(result, self.clipper.passes.left_out)
         if self._adaptation is not None:
             self._adaptation.saw(self.clipper.passes.scaled(result.norms))
         if self.trace is not None:
@@ -265,9 +261,8 @@ class Release:
         self._end(BatchState.STEPPED)
         self.sums.remember_released()
         self.updates.accept()
-        self._readable.warn()
-        if self.self_check is not None:
-            self.self_check.stepped()
+        self._notices.stepped()
+        self.self_check.stepped()
         if self.trace is not None:
             self.trace.stepped()
 
@@ -293,11 +288,10 @@ class Release:
             self.updates.expect()
             self.clipper.sharding.reshard()
             stepped = [parameter for parameter in held if parameter.requires_grad]
-            self._changes.look(stepped)
+            self._notices.stepping(stepped)
             self.sums.put_in_place(stepped, self._private(stepped, self.sums.complete(stepped)))
             batch.state = BatchState.RELEASED
-            if self.self_check is not None:
-                self.self_check.released(held)
+            self.self_check.released(held)
         except BaseException as failure:
             self._give_up(failure)
             raise
@@ -340,7 +334,7 @@ class Release:
         facts = {
             "sensitivity": self.sensitivity,
             "most examples that fit": self.micro_batches.most,
-            "examples, and how many were finite": self._readable.facts,
+            "examples, and how many were finite": self._notices.facts,
             "same": {
                 "whether the batch is discarded": False,
                 "the sample (a digest of it)": self.current("optimizer.step()").digest,
@@ -350,7 +344,7 @@ class Release:
         }
         said = self.ranks.agree(facts)
         self.sensitivity = max(each["sensitivity"] for each in said)
-        self._readable.agree([each["examples, and how many were finite"] for each in said])
+        self._notices.agree([each["examples, and how many were finite"] for each in said])
         self.micro_batches.agree([each["most examples that fit"] for each in said])
 
     def _private(self, parameters: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:

@@ -28,7 +28,6 @@ class StepSettings:
     """What holds for one step.
 
     Attributes:
-        noise_multiplier: standard deviation of the noise over the sensitivity.
         batch_size: what the noisy sum is divided by; public.
         event: what the step is charged as, with a count of 1.
         threshold_factor: the thresholds over the policy's.
@@ -45,20 +44,17 @@ class StepSettings:
 class StepPlan:
     """The settings of every step, by its number among the steps of the model.
 
+    Arguments are those of `PrivacyEngine`, with ``length`` for (epochs, steps). The noise is the one that was given, or
+    the least noise for the target by PLD.
+
     Args:
-        schedule, target_delta: as for `PrivacyEngine`.
-        loader: whose samples they are.
         policy: of clipping, as `policy_for` returns it.
-        noise_multiplier, target_epsilon: as for `PrivacyEngine`. The noise is the one that was given, or the least
-            noise for the target by PLD.
-        length: ``epochs`` and ``steps``, as for `PrivacyEngine`.
-        correlation: as for `PrivacyEngine`; the loader gets as many groups as it has bands.
+        correlation: the loader gets as many groups as it has bands.
         before: what was released before, which the noise is calibrated with, and whether noise is private. Noise that
             can be foretold protects no one: it is charged as none.
 
     Attributes:
-        noise_multiplier: standard deviation of the noise over the sensitivity, which a schedule multiplies; 0: none.
-        target_delta: where epsilon is reported.
+        noise_multiplier: which a schedule multiplies; 0: none.
         planned_steps: the most steps that may be taken; None: no limit was agreed.
         target_epsilon: what those steps spend at most; None with ``planned_steps``.
         events: what the planned steps are charged as, with their counts; without a plan counts don't matter.
@@ -211,5 +207,5 @@ class StepPlan:
 
 
 def new_name() -> str:
-    """No other mechanism has it."""
+    """A name that no other mechanism has."""
     return secrets.token_hex(8)

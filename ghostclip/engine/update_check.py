@@ -137,14 +137,7 @@ class UpdateCheck:
 
 
 def held_parameters(owned: Set[nn.Parameter], optimizer: Optimizer) -> dict[nn.Parameter, None]:
-    """The optimizer's parameters, in its order.
-
-    Args:
-        owned: the model's parameters.
-
-    Raises:
-        PrivacyError: one of them isn't the model's; its gradient would be neither clipped nor noisy.
-    """
+    """The optimizer's parameters, in its order; PrivacyError where one isn't among those that the model ``owned``."""
     held: dict[nn.Parameter, None] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
