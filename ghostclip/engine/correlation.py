@@ -109,7 +109,8 @@ def chosen_correlation(
 ) -> ChosenCorrelation:  # fmt: skip
     """The matrix with its number of bands; "auto" takes the smallest noise multiplier times error, and logs the table.
 
-    "auto" needs a target. ``before`` is charged besides the steps.
+    "auto" needs a target. ``before`` is charged besides the steps. With cyclic Poisson sampling the loader gets as many
+    groups as there are bands.
     """
     table: tuple[BandsRow, ...] = ()
     if isinstance(correlation, BandedToeplitz) and correlation.is_auto and target_epsilon is not None:
@@ -122,6 +123,8 @@ def chosen_correlation(
         _check_growth(correlation, steps)
     if table:
         log.info("bands chosen at epsilon %g:\n%s", target_epsilon, found)
+    if loader.sampling == "cyclic_poisson":
+        loader.separate(correlation.bands or 1)
     return found
 
 

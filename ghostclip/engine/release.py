@@ -143,8 +143,9 @@ class Release:
         self._ended = BatchState.LEFT if left else None
         self.ranks.begin()
         if batch is not None:
-            if self.clipper.sharding.sharded:
-                self._unshard()
+            if self.clipper.sharding.sharded:  # whose layers have whole Parameters from here on, on all ranks
+                self.ranks.agree({"same": {"whether a logical batch begins": True}}, last=False)
+                self.clipper.sharding.unshard()
             self.batch, self.settings = batch, self._settings_at(batch.step_number)
             self.updates.begin()
         self.clipper.passes.threshold_factor = self.settings.threshold_factor
@@ -152,11 +153,6 @@ class Release:
         self.scaling.begin()
         if self.trace is not None:
             self.trace.begin()
-
-    def _unshard(self) -> None:
-        """All ranks begin a logical batch of a sharded model together, in which its layers have whole Parameters."""
-        self.ranks.agree({"same": {"whether a logical batch begins": True}}, last=False)
-        self.clipper.sharding.unshard()
 
     def forget(self) -> None:
         """Ends the logical batch, whatever its state, without a charge of its own; it doesn't come again."""

@@ -49,7 +49,6 @@ class StepPlan:
 
     Args:
         policy: of clipping, as `policy_for` returns it.
-        correlation: the loader gets as many groups as it has bands.
         before: what was released before, which the noise is calibrated with, and whether noise is private. Noise that
             can be foretold protects no one: it is charged as none.
 
@@ -79,30 +78,21 @@ class StepPlan:
                 'schedule and sampling="cyclic" or "cyclic_poisson" don\'t go together: the steps of a stage are no '
                 'whole number of turns; leave the schedule out, or take sampling="poisson"'
             )
-        self._given, self.correlation = schedule, None
+        self._given = schedule
+        self.correlation: ChosenCorrelation | None = None
         self._schedule = Schedule([Stage(1)]) if schedule is None else schedule
         self._policy, self._steps_an_epoch, self.before = policy, len(loader), before
         self.target_delta = open_fraction(target_delta=target_delta)
         if correlation is not None:
-            self.correlation = self._correlated(correlation, loader, length, target_epsilon)
+            self.correlation = chosen_correlation(
+                correlation, loader, self._planned(length), target_epsilon, self.target_delta, before.planned
+            )
         sizes = [stage.batch_size or loader.batch_size for stage in self._schedule.stages]
         self._schemes = [loader.scheme_of(size) for size in sizes]
         self._fields = self._turn_fields(loader.scheme)
         self.mechanism, self.began = new_name(), 0
         self._plan(noise_multiplier, target_epsilon, length)
         self.rename(0, self.mechanism)
-
-    def _correlated(
-        self, correlation: Correlation, loader: LogicalBatches, length: tuple[int | None, int | None],
-        target_epsilon: float | None,
-    ) -> ChosenCorrelation:  # fmt: skip
-        """The matrix for the planned steps; with cyclic Poisson sampling there are as many groups as bands."""
-        found = chosen_correlation(
-            correlation, loader, self._planned(length), target_epsilon, self.target_delta, self.before.planned
-        )
-        if loader.sampling == "cyclic_poisson":
-            loader.separate(found.matrix.bands or 1)
-        return found
 
     def _turn_fields(self, scheme: Scheme) -> dict[str, Any]:
         """What events say of the noise, where units take turns."""

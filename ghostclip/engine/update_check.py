@@ -86,16 +86,13 @@ class UpdateCheck:
         """Raises PrivacyError where the number of a trained parameter differs."""
         for name, parameter, this, that in zip(self._names, self._parameters, now, before, strict=True):
             if this != that and parameter.requires_grad:
-                raise self._changed(name)
-
-    def _changed(self, name: str) -> PrivacyError:
-        return PrivacyError(
-            f"the parameter {name!r} was changed outside of this engine's charged steps (by another engine or "
-            "optimizer, a clamp, a swap of weights): step with this engine's optimizer alone, the outermost as "
-            "Lookahead, and use torch.nn.utils.parametrize where a forward writes weights; or call "
-            "engine.accept_parameters() if no private data went into the change (released weights, a max-norm "
-            "constraint)"
-        )
+                raise PrivacyError(
+                    f"the parameter {name!r} was changed outside of this engine's charged steps (by another engine or "
+                    "optimizer, a clamp, a swap of weights): step with this engine's optimizer alone, the outermost as "
+                    "Lookahead, and use torch.nn.utils.parametrize where a forward writes weights; or call "
+                    "engine.accept_parameters() if no private data went into the change (released weights, a max-norm "
+                    "constraint)"
+                )
 
     def check_model(self) -> None:
         """Raises PrivacyError unless the model has the parameters it had when the engine was built, of their types."""

@@ -20,7 +20,7 @@ from ghostclip.errors import GhostClipError, LossShapeError
 from ghostclip.graph.source_lines import line_of
 from ghostclip.self_check.first_steps import CHECKED, MOST
 from ghostclip.self_check.loading import LoadedRows, rows_of
-from ghostclip.self_check.mixing import REMEDY_OF_KEPT, MixingTest
+from ghostclip.self_check.mixing import MixingTest
 from ghostclip.self_check.trial_losses import LossFunction, TrialLosses
 from ghostclip.wrap import Finding, listed, obstacles
 
@@ -131,11 +131,7 @@ def _mixing(trial: TrialLosses) -> tuple[list[Finding], bool]:
     if len(trial.first.losses) < 2:
         raise ValueError(f"batch must have at least two examples, to see whether they mix; got {len(trial.rows)}")
     test = MixingTest(trial, log.warning)
-    kept, found = test.kept(), [test.mixed()]
-    if kept is not None:
-        kind, (path, _, own) = kept[0], kept[1].rpartition(".")
-        problem = f"the forward puts something of the batch's data into the {kind} {own!r}, which gets no noise"
-        found.append(Finding(path, problem, REMEDY_OF_KEPT))
+    found = [test.kept(), test.mixed()]
     return [each for each in found if each], test.compared
 
 

@@ -21,7 +21,7 @@ from ghostclip.clipper.trial import without_trace
 from ghostclip.errors import ExamplesMixError, VerificationError
 from ghostclip.self_check.agreement import gradients_agree, untrained
 from ghostclip.self_check.loading import LoadedRows
-from ghostclip.self_check.mixing import REMEDY_OF_KEPT, MixingTest
+from ghostclip.self_check.mixing import MixingTest
 from ghostclip.self_check.trial_losses import LossFunction, TrialLosses
 
 __all__ = ["SelfCheck"]
@@ -56,14 +56,9 @@ class SelfCheck:
     looked at.
     Which batches, rows and orders is drawn from the operating system's entropy.
 
-    Args:
-        clipper: of the model in training. The model's buffers and modes are put back, and torch's, numpy's and Python's
-            random numbers.
-        optimizer: whose first update is watched.
-        wanted: False switches all of it off.
-
-    Attributes:
-        went_on: whether the training goes on with steps of a checkpoint that had no test of losses.
+    The model's buffers and modes are put back, and torch's, numpy's and Python's random numbers. ``wanted=False``
+    switches all of it off. ``went_on``: whether the training goes on with steps of a checkpoint that had no test of
+    losses.
     """
 
     def __init__(self, clipper: GhostClipper, optimizer: Optimizer, wanted: bool = True) -> None:
@@ -97,11 +92,8 @@ class SelfCheck:
     def before(self, loss_fn: LossFunction, physical: PhysicalBatch, logical: Any, most: int | None) -> None:
         """Before a physical batch's forward: compares losses if its turn has come.
 
-        Args:
-            loss_fn: (model, examples) -> losses [rows].
-            physical: the batch.
-            logical: the `LogicalBatch` it is part of, of which one part is compared in the first steps.
-            most: units of privacy that fit into memory; None: all.
+        In the first steps one part of the ``logical`` batch is compared. ``most`` units of privacy fit into memory;
+        None: all.
 
         Raises:
             ExamplesMixError: a loss depends on other examples, or the model keeps something of them.
@@ -162,15 +154,10 @@ class SelfCheck:
         if losses.shape != (len(trial.rows),) or not losses.is_floating_point():
             return False
         test = MixingTest(trial, self._say)
-        if (kept := test.kept()) is not None:
+        if (found := test.kept() or test.mixed()) is not None:
+            path, line = f"{found.path}: " if found.path else "", f" [{found.line}]" if found.line else ""
             raise ExamplesMixError(
-                f"the self-check found that the forward keeps something of the examples in the {kept[0]} "
-                f"{kept[1]!r}, which would be used or published with the model without noise; {REMEDY_OF_KEPT}"
-            )
-        if (mixed := test.mixed()) is not None:
-            path, line = f"{mixed.path}: " if mixed.path else "", f" [{mixed.line}]" if mixed.line else ""
-            raise ExamplesMixError(
-                f"{path}{mixed.problem}{line}, so the self-check found examples that mix; {mixed.remedy}"
+                f"{path}{found.problem}{line}, so the self-check found examples that mix; {found.remedy}"
             )
         return test.compared
 

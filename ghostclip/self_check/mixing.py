@@ -29,7 +29,7 @@ from ghostclip.self_check.mixing_place import mixing_place
 from ghostclip.self_check.trial_losses import TrialLosses, same, unlike
 from ghostclip.wrap import Finding
 
-__all__ = ["REMEDY_OF_KEPT", "MixingTest"]
+__all__ = ["MixingTest"]
 
 # How often a test is repeated, in random order with runs of the unchanged batch: it rules out losses that change from
 # call to call. Only a loss that is about to be refused is called so often.
@@ -77,8 +77,16 @@ class MixingTest:
         half = rows.units // 2
         self._halves = [rows.places(sorted(units)) for units in (order[:half], order[half:])]
 
-    def kept(self) -> tuple[str, str] | None:
-        """Kind and name of what keeps something of the examples, and passes it on without noise.
+    def kept(self) -> Finding | None:
+        """What keeps something of the examples, and passes it on without noise."""
+        if (keeper := self._keeper()) is None:
+            return None
+        kind, name = keeper
+        problem = f"the forward keeps something of the examples in the {kind} {name!r}, which gets no noise"
+        return Finding(name.rpartition(".")[0], problem, REMEDY_OF_KEPT)
+
+    def _keeper(self) -> tuple[str, str] | None:
+        """Kind and name of it.
 
         A frozen parameter must not be written at all. A buffer must not have other values after other examples: it is
         saved and published with the model. An attribute is kept for nobody if it changes no later loss.

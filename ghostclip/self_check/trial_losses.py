@@ -64,8 +64,6 @@ class TrialLosses:
     Modules that draw random numbers themselves, not by their children, are in eval mode unless it is said otherwise.
 
     Args:
-        loss_fn: (model, batch) -> losses [B].
-        model: in training.
         rows: of which batches are made.
         passes: of the model, which measure gradients; None: losses are compared alone.
 

@@ -95,8 +95,7 @@ class Sharding:
     ) -> list[Tensor]:
         """(total of all ranks' sums + noise) / divisor, on all of them, by the engine's ``ranks`` and ``noise``.
 
-        ``sums`` are those of ``parameters``, which the optimizer steps (of a sharded model this rank's shards), and
-        behind them others.
+        The first sums are those of ``parameters``, which the optimizer steps (of a sharded model this rank's shards).
         """
         return ranks.release_total(noise, sums, std, divisor)
 

@@ -310,7 +310,7 @@ def written() -> list[str]:
 
 
 def test_a_frozen_parameter_that_a_forward_writes_to_is_refused(tmp_path: Path) -> None:
-    said = "ExamplesMixError: the self-check found that the forward keeps something of the examples in the frozen para"
+    said = "ExamplesMixError: 0: the forward keeps something of the examples in the frozen parameter '0.codes'"
     for found in on_ranks(written, tmp_path):
         assert [text[: len(said)] for text in found] == [said] * 4 + ["nothing"]
 

@@ -169,7 +169,7 @@ def test_check_finds_it(write, kind):
     batch = [torch.randn(6, 5), torch.arange(6) % 3]
     findings = ghostclip.check(model_of(Codes(write, kind, WIDTH)), runs.losses_of, batch)
     assert {finding.path for finding in findings} == {"1"}
-    assert any("'codes', which gets no noise" in finding.problem for finding in findings)
+    assert any("'1.codes', which gets no noise" in finding.problem for finding in findings)
 
 
 @pytest.mark.parametrize("held", [[0], {0: 0}, {0}, deque([0])], ids=repr)
