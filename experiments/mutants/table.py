@@ -332,16 +332,16 @@ ENGINE = [
     ),
     Mutant(
         "noise twice",
-        RELEASE,
-        "private = self._noise.release(sums + counts, std, batch_size)",
-        "private = self._noise.release(self._noise.release(sums + counts, std, batch_size), std / batch_size)",
+        "ghostclip/sharding/plain.py",
+        "ranks.release_total(noise, sums, std, divisor)",
+        "ranks.release_total(noise, noise.release(sums, std, 1.0), std, divisor)",
         NOISE_OF_STEPS,
     ),
     Mutant(
         "noise never",
         RELEASE,
-        "private = self._noise.release(sums + counts, std, batch_size)",
-        "private = self._noise.release(sums + counts, 0.0, batch_size)",
+        "self.ranks, self._noise, sums + counts, std, batch_size, parameters)\n",
+        "self.ranks, self._noise, sums + counts, 0.0, batch_size, parameters)\n",
         NOISE_OF_STEPS,
     ),
     Mutant(
@@ -643,8 +643,8 @@ SEVERAL_RANKS = [
     Mutant(
         "noise drawn on every rank",
         RELEASE,
-        "self.ranks, self._noise, sums + counts, std, batch_size, parameters\n",
-        "self.ranks, self._noise, self._noise.release(sums + counts, std, 1.0), std, batch_size, parameters\n",
+        "self.ranks, self._noise, sums + counts, std, batch_size, parameters)\n",
+        "self.ranks, self._noise, self._noise.release(sums + counts, std, 1.0), std, batch_size, parameters)\n",
         (*RANKS, "-k", "noise"),
     ),
     Mutant(
@@ -3979,8 +3979,10 @@ CHOSEN_PRIVATELY = [
     Mutant(
         "a search is charged after its runs",
         SEARCH,
-        "            _charge(book, runs.name, event)\n            _finished(runs, run, candidates, kept)\n",
-        "            _finished(runs, run, candidates, kept)\n            _charge(book, runs.name, event)\n",
+        '            book.take_in({runs.name: {event: 1}}, "standard", "")\n'
+        "            _finished(runs, run, candidates, kept)\n",
+        "            _finished(runs, run, candidates, kept)\n"
+        '            book.take_in({runs.name: {event: 1}}, "standard", "")\n',
         SEARCHES,
     ),
     Mutant(

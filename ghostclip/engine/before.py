@@ -69,15 +69,9 @@ class Before:
 
     def charge(self, ledger: Ledger | None) -> None:
         """Charges to the ledger, under its own name, each release that isn't in there yet."""
-        if ledger is None:
-            return
-        for name, each in self._released.items():
-            account = Ledger(ledger.path, block=1).account(each.noise, each.generator, name)
-            try:
-                if each.event not in account.runs.get(name, ()):
-                    account.charge(each.event)
-            finally:
-                account.close()
+        if ledger is not None:
+            for name, each in self._released.items():
+                ledger.take_in({name: {each.event: 1}}, each.noise, each.generator)
 
     def words(self) -> str:
         """A sentence for the guarantee; "" where there is none."""

@@ -91,7 +91,6 @@ class Release:
         policy: Any = clipper.clipping
         self._adaptation = Adaptation(policy) if adapts(policy) else None
         self._allocated = isinstance(policy, Composed) and type(policy.noise) is not GlobalNoise
-        self._alone = self.ranks.size == 1 and not clipper.sharding.sharded
         self.noise_shares()  # which refuses standard deviations that don't fit the noise multiplier
         self.sensitivity = 0.0
         self.batch: LogicalBatch | None = None
@@ -352,12 +351,7 @@ class Release:
         if shares:  # divided by which all sums need the same noise
             sums = [total / shares.get(p, 1.0) for p, total in zip(parameters, sums, strict=True)]
         counts = [] if self._adaptation is None else [self._adaptation.counts(std, batch_size, like=sums[0])]
-        if self._alone:
-            private = self._noise.release(sums + counts, std, batch_size)
-        else:
-            private = self.clipper.sharding.released(
-                self.ranks, self._noise, sums + counts, std, batch_size, parameters
-            )
+        private = self.clipper.sharding.released(self.ranks, self._noise, sums + counts, std, batch_size, parameters)
         if self._adaptation is not None:
             self._adaptation.update(private.pop(), std, batch_size)
         if shares:

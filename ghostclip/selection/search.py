@@ -153,7 +153,8 @@ def select(
             accounting.epsilon_of([*book.events, *charged], delta=delta)
             runs = kept.begin(draw)
             released.charge(book)
-            _charge(book, runs.name, event)
+            # Unless that was done before an interruption.
+            book.take_in({runs.name: {event: 1}}, "standard", "")
             _finished(runs, run, candidates, kept)
             charged = book.events
             kept.end()
@@ -194,13 +195,6 @@ def _checked(train: Any, candidates: Any, score: Any) -> list[Any]:
 def _drawn(event: Selection, candidates: int) -> list[int]:
     """The number of each run's candidate."""
     return draw_settings(draw_runs(event.expected_runs, event.distribution), candidates)
-
-
-def _charge(ledger: Ledger, name: str, event: Selection) -> None:
-    """Charges the search under its name, unless that was done before an interruption."""
-    with closing(ledger.account(run=name)) as account:
-        if event not in account.runs.get(name, ()):
-            account.charge(event)
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def test_a_search_that_could_not_be_charged_runs_nothing_and_is_not_drawn_again(
 ) -> None:
     runs = Trainings()
     with monkeypatch.context() as patched:
-        patched.setattr(search, "_charge", lambda *_: (_ for _ in ()).throw(LedgerError("no disk")))
+        patched.setattr(search.Ledger, "take_in", lambda *_: (_ for _ in ()).throw(LedgerError("no disk")))
         with pytest.raises(LedgerError, match="no disk"):
             runs.select(path)
     assert (runs.settings, charges(path)) == ([], 0)
