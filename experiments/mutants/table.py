@@ -1658,8 +1658,8 @@ WITHIN = [
     Mutant(
         "a failed backward leaves a part of its sums",
         SUMS,
-        "        finally:\n            self._new.totals.clear()\n",
-        "        finally:\n            self._totals.add(self._new.totals)\n",
+        "            new.totals.clear()\n",
+        "            self._totals.add(new.totals)\n",
         ("tests/engine/test_engine_guards.py", "-k", "half_way"),
     ),
 ]
@@ -3484,15 +3484,15 @@ BY_MARKS = [
     Mutant(
         "groups are learnt anew by batches with examples alone",
         "ghostclip/engine/release.py",
-        "            self.clipper.passes.group_of()\n            if",
-        "            if",
+        "            self.clipper.passes.group_of()\n            self.noise_shares()",
+        "            self.noise_shares()",
         ("tests/engine/test_freezing.py",),
     ),
     Mutant(
         "noise of groups that are frozen is looked at after the charge",
         "ghostclip/engine/release.py",
-        "                self.noise_shares()\n            self.sens",
-        "                pass\n            self.sens",
+        "            self.noise_shares()  # refused before the charge\n",
+        "",
         ("tests/engine/test_freezing.py", "-k", "before_the_charge"),
     ),
     Mutant(

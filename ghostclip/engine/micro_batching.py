@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipper.cutting import take_rows
-from ghostclip.clipper.forwards import forward_of, without_ranks
+from ghostclip.clipper.forwards import LossFunction, forward_of, without_ranks
 from ghostclip.clipper.second_pass import Add
 from ghostclip.clipper.trial import without_trace
 from ghostclip.engine.memory import MemoryMeter, in_words
@@ -23,10 +23,8 @@ from ghostclip.errors import PrivacyError, RowsMovedError, is_out_of_memory
 from ghostclip.sampling import LogicalBatches, UserRows
 from ghostclip.validate import positive_int
 
-__all__ = ["LossFunction", "MicroBatches", "Piece", "micro_batches_of", "physical_limit", "slice_rows"]
+__all__ = ["MicroBatches", "Piece", "micro_batches_of", "physical_limit", "slice_rows"]
 
-# (model, examples) -> losses [B].
-LossFunction = Callable[[nn.Module, Any], Tensor]
 # The trials end where a batch is within this of the largest that memory is foretold to hold.
 CLOSE = 1.05
 # Of the memory for passes, for what comes between them and for freed memory that the allocator keeps.
@@ -97,7 +95,7 @@ class Piece(AbstractContextManager[None]):
 class MicroBatches:
     """Works on physical batches in pieces that fit into memory.
 
-    With a ``memory`` it finds how many examples fit, by passes over batches of growing size that leave no trace. Sizes
+    With ``trials`` it finds how many examples fit, by passes over batches of growing size that leave no trace. Sizes
     double as long as the growth of memory so far says that the next one fits. Each trial is a forward and both passes
     on the first batch's examples, some of them repeated.
 

@@ -271,8 +271,7 @@ class Release:
             held = self._check(batch)
             # Of what is trained now, whether or not the batch had examples: a group more or less shows in the noise.
             self.clipper.passes.group_of()
-            if self._allocated:
-                self.noise_shares()
+            self.noise_shares()  # refused before the charge
             self.sensitivity = max(self.sensitivity, self.clipper.passes.sensitivity)
             if self.ranks.size > 1:
                 self._agree(held)
@@ -345,7 +344,7 @@ class Release:
     def _private(self, parameters: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:
         """(sum + noise) / batch size, of each parameter."""
         std, batch_size = self.settings.noise_multiplier * self.sensitivity, self.settings.batch_size
-        shares = self.noise_shares() if self._allocated else {}
+        shares = self.noise_shares()
         if self.trace is not None:
             self.trace.released(parameters, sums, [std * shares.get(p, 1.0) for p in parameters])
         if shares:  # divided by which all sums need the same noise

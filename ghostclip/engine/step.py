@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ghostclip.clipper import ClippingResult
-from ghostclip.clipper.forwards import check_loss_function, forward_of
+from ghostclip.clipper.forwards import LossFunction, check_loss_function, forward_of
 from ghostclip.clipping.weighing import Weighing, may_weigh_jointly
-from ghostclip.engine.micro_batching import LossFunction, Piece
+from ghostclip.engine.micro_batching import Piece
 from ghostclip.engine.release import Release
 from ghostclip.errors import LossShapeError, PrivacyError, RowsMovedError, UnsupportedModelError
 from ghostclip.sampling import BatchState, LogicalBatch

@@ -34,8 +34,7 @@ class ClippedSums:
         # The parameters that layers use, and, where these are others, the shards that the optimizer steps.
         self._named = [(name, p) for name, *pair in clipper.sharding.pairs for p in dict.fromkeys(pair)]
         self._guard = GradientGuard()
-        # By a parameter's id, of the current physical batch (or piece of it); and of those before.
-        self._new = self._passes.new_sums()
+        # By a parameter's id, of the physical batches before.
         self._totals = clipper.sharding.totals
         # Held until sums come in their place: freed by zero_grad, memory may go back to the system and come again.
         self._released: list[Tensor] = []
@@ -60,19 +59,19 @@ class ClippedSums:
         refuse_hooks(trained)
         self._trained = self._trained or _ids(trained)
         self._released = []
-        self._new.totals.clear()  # which an interruption may have left
+        new = self._passes.new_sums()
         try:
-            with self._totals.physical_batch(self._new.add, self._new.totals) as add:
+            with self._totals.physical_batch(new.add, new.totals) as add:
                 yield add
                 try:
-                    self._totals.add(self._new.totals)
+                    self._totals.add(new.totals)
                     self.drop_gradients()
                     self.count += not more
                 except BaseException:  # adding can't be undone
                     self.discard()
                     raise
-        finally:
-            self._new.totals.clear()
+        finally:  # also while an exception's traceback is kept
+            new.totals.clear()
 
     def check(self) -> list[tuple[str, nn.Parameter]]:
         """(name, Parameter) of those that are trained now.
@@ -128,7 +127,6 @@ class ClippedSums:
 
     def discard(self) -> None:
         """Drops what was gathered; the p.grads stay as they are."""
-        self._new.totals.clear()
         self._totals.clear()
         self._trained = []
         self.count = 0

@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ghostclip.clipper import per_example_norms
 from ghostclip.clipper.first_pass import check_shape, check_type
-from ghostclip.clipper.forwards import check_loss_function
+from ghostclip.clipper.forwards import LossFunction, check_loss_function
 from ghostclip.clipper.trial import without_trace
 from ghostclip.errors import GhostClipError, LossShapeError
 from ghostclip.graph.source_lines import line_of
 from ghostclip.self_check.first_steps import CHECKED, MOST
 from ghostclip.self_check.loading import LoadedRows, rows_of
 from ghostclip.self_check.mixing import MixingTest
-from ghostclip.self_check.trial_losses import LossFunction, TrialLosses
+from ghostclip.self_check.trial_losses import TrialLosses
 from ghostclip.wrap import Finding, listed, obstacles
 
 __all__ = ["LAYERS_ALONE", "check"]

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipper.cutting import Sizes
-from ghostclip.clipper.forwards import forward_of
+from ghostclip.clipper.forwards import LossFunction, forward_of
 from ghostclip.clipper.trial import without_trace
 from ghostclip.errors import ExamplesMixError, VerificationError
 from ghostclip.self_check.agreement import gradients_agree, untrained
 from ghostclip.self_check.loading import LoadedRows
 from ghostclip.self_check.mixing import MixingTest
-from ghostclip.self_check.trial_losses import LossFunction, TrialLosses
+from ghostclip.self_check.trial_losses import TrialLosses
 
 __all__ = ["SelfCheck"]
 

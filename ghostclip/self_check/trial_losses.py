@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ghostclip.clipper.first_pass import FirstPasses, check_type
-from ghostclip.clipper.forwards import forward_of
+from ghostclip.clipper.forwards import LossFunction, forward_of
 from ghostclip.clipper.random_states import random_states, set_random_states
 from ghostclip.clipper.trial import HELD, contents_of, tensor_in, trying, without_trace
 from ghostclip.graph.same_numbers import numbers_of
@@ -24,7 +24,7 @@ from ghostclip.self_check.loading import Loaded, LoadedRows
 from ghostclip.sharding.plain import Sharding
 from ghostclip.sharding.written import frozen_parameters
 
-__all__ = ["LossFunction", "TrialLosses", "TrialOutcome", "same", "unlike"]
+__all__ = ["TrialLosses", "TrialOutcome", "same", "unlike"]
 
 # By the narrowest type: share of the largest loss by which one must move to be another, and the least that counts.
 ROUNDING = {torch.float64: (1e-9, 1e-14), torch.float32: (1e-5, 1e-6)}
@@ -38,7 +38,6 @@ OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 log = logging.getLogger("ghostclip")
 
-LossFunction = Callable[[nn.Module, Any], Tensor]
 # {(kind, name): value} of all that a model keeps from one forward to the next. Of a "buffer" and an "attribute" (a
 # tensor or array that isn't registered) it is a copy; of another "object" the object and what is in it; of a "frozen
 # parameter" itself (or its shard) and numbers that tell whether it was written to.
