@@ -23,7 +23,7 @@ from ghostclip.errors import PrivacyError, RowsMovedError, is_out_of_memory
 from ghostclip.sampling import LogicalBatches, UserRows
 from ghostclip.validate import positive_int
 
-__all__ = ["MicroBatches", "Piece", "micro_batches_of", "physical_limit", "slice_rows"]
+__all__ = ["MicroBatches", "Piece", "memory_for_trials", "slice_rows"]
 
 # The trials end where a batch is within this of the largest that memory is foretold to hold.
 CLOSE = 1.05
@@ -295,8 +295,10 @@ def _advised(error: BaseException, units: int, reason: str) -> BaseException:
     )
 
 
-def physical_limit(max_physical_batch_size: int | str | None, memory_limit: int | None, unit_ids: Any) -> int | None:
-    """The most examples that are loaded at once, as they were given; None where trials are to find it.
+def memory_for_trials(
+    model: nn.Module, max_physical_batch_size: int | str | None, memory_limit: int | None, unit_ids: Any
+) -> MemoryMeter | None:
+    """The memory that trials of "auto" may use; None where a number is given.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or some don't go together.
@@ -304,7 +306,7 @@ def physical_limit(max_physical_batch_size: int | str | None, memory_limit: int 
     if not isinstance(max_physical_batch_size, str):
         if memory_limit is not None:
             raise ValueError('memory_limit is for max_physical_batch_size="auto"; leave it out with a number')
-        return max_physical_batch_size
+        return None
     if max_physical_batch_size != "auto":
         raise ValueError(f"max_physical_batch_size must be a number, 'auto' or None; got {max_physical_batch_size!r}")
     if unit_ids is not None:
@@ -313,13 +315,4 @@ def physical_limit(max_physical_batch_size: int | str | None, memory_limit: int 
         )
     if memory_limit is not None:
         positive_int(memory_limit=memory_limit)
-    return None
-
-
-def micro_batches_of(
-    model: nn.Module, loader: LogicalBatches, max_physical_batch_size: int | str | None, memory_limit: int | None
-) -> MicroBatches:
-    """`MicroBatches` for the samples of a loader."""
-    if not isinstance(max_physical_batch_size, str):
-        return MicroBatches()
-    return MicroBatches((MemoryMeter(next(model.parameters()).device, memory_limit), loader))
+    return MemoryMeter(next(model.parameters()).device, memory_limit)

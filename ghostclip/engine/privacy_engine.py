@@ -23,7 +23,7 @@ from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.earlier_engines import how_to_count, next_step_of, warn_of_earlier
 from ghostclip.engine.loss_scaling import LossScaling
 from ghostclip.engine.mechanism import Mechanism
-from ghostclip.engine.micro_batching import micro_batches_of, physical_limit
+from ghostclip.engine.micro_batching import MicroBatches, memory_for_trials
 from ghostclip.engine.model_card import add_guarantee, new_card
 from ghostclip.engine.optimizers import prepare_optimizer, unwrapped
 from ghostclip.engine.refusals import Refusals
@@ -139,7 +139,8 @@ class PrivacyEngine(Refusals):
         refuse_second_engine(optimizer)
         self._ranks = ranks = ranks_of(model, process_group)
         source = noise_source(noise, seed)
-        limit = physical_limit(max_physical_batch_size, memory_limit, unit_ids)
+        memory = memory_for_trials(model, max_physical_batch_size, memory_limit, unit_ids)
+        limit: Any = max_physical_batch_size if memory is None else None
         loader = self._sampled_by(
             data, batch_size=batch_size, max_physical_batch_size=limit, sampling=sampling, neighboring=neighboring,
             max_batch_size=max_batch_size, unit_ids=unit_ids, max_rows_per_unit=max_rows_per_unit, seed=seed,
@@ -155,7 +156,7 @@ class PrivacyEngine(Refusals):
         loader.follow(plan.scheme, plan.largest, lambda: next_step_of(self), staged=schedule is not None)
         scaling = LossScaling(loss_scale, optimizer)
         clipper = GhostClipper(model, clipping, second_pass=second_pass, loss_scale=scaling.factor)
-        micro_batches = micro_batches_of(model, loader, max_physical_batch_size, memory_limit)
+        micro_batches = MicroBatches(None if memory is None else (memory, loader))
         self._spending = Spending(ranks, plan, max_epsilon, ledger, source, model)
         self._mechanism = None if loader.groups is None else Mechanism(ranks, source, plan, self._spending, loader)
         adding, charging = self._mechanism or source, self._mechanism or self._spending
