@@ -25,27 +25,23 @@ MARK = "ghostclip_trained"
 
 
 class _Trained:
-    """Knows a model's last engine, and those before, without keeping them alive.
+    """Knows a model's engines, the last one last, without keeping them alive.
 
     A copy of the model, or a stored one, has a record of plain figures instead.
     """
 
-    def __init__(self, engine: PrivacyEngine, before: Sequence[weakref.ref[PrivacyEngine]] = ()) -> None:
-        self.engine = weakref.ref(engine)
-        self._engines, self.warned = [*before, self.engine], False
-
-    def going_on(self) -> list[weakref.ref[PrivacyEngine]]:
-        """The engines that may take further steps."""
-        self._engines = [each for each in self._engines if (one := each()) is not None and one._loader is not None]
-        return self._engines
+    def __init__(self, engine: PrivacyEngine, before: Sequence[weakref.ref[PrivacyEngine]]) -> None:
+        self.engines = [*(each for each in before if each() is not None), weakref.ref(engine)]
+        self.warned = False
 
     def remedy(self, engine: PrivacyEngine) -> str | None:
         """What makes the engine count the further steps of another one; None where it does, or there is none."""
-        others = (other for each in self.going_on() if (other := each()) is not None and other is not engine)
-        return next((remedy for other in others if (remedy := engine._how_to_count(other)) is not None), None)
+        others = (other for each in self.engines if (other := each()) is not None and other is not engine)
+        remedies = (engine._how_to_count(other) for other in others if other._loader is not None)
+        return next((remedy for remedy in remedies if remedy is not None), None)
 
     def __reduce__(self) -> tuple[type, tuple[()], dict[str, Any]]:
-        if (engine := self.engine()) is None:
+        if (engine := self.engines[-1]()) is None:
             return SimpleNamespace, (), {"steps_taken": 0, "ledger": None}
         ledger = None if engine.ledger is None else SimpleNamespace(path=engine.ledger.path)
         return SimpleNamespace, (), {"steps_taken": engine.steps_taken, "ledger": ledger}
@@ -58,9 +54,8 @@ def warn_of_earlier(engine: PrivacyEngine) -> None:
     """
     note_charges(engine._spending._runs)
     last = vars(engine.model).get(MARK)
-    earlier = last.engine() if isinstance(last, _Trained) else last
-    mark = _Trained(engine, last.going_on() if isinstance(last, _Trained) else ())
-    vars(engine.model)[MARK] = mark
+    earlier = last.engines[-1]() if isinstance(last, _Trained) else last
+    vars(engine.model)[MARK] = mark = _Trained(engine, last.engines if isinstance(last, _Trained) else ())
     if earlier is None or not earlier.steps_taken:
         return
     if (remedy := engine._how_to_count(earlier)) is not None:
@@ -94,7 +89,7 @@ def next_step_of(engine: PrivacyEngine) -> int:
 def forget_earlier(model: nn.Module, counted: PrivacyEngine | None) -> None:
     """Before a new engine of this model takes over what ``counted`` spent: no warning, if that was the last."""
     last = vars(model).get(MARK)
-    if isinstance(last, _Trained) and last.engine() is counted:
+    if isinstance(last, _Trained) and last.engines[-1]() is counted:
         del vars(model)[MARK]
 
 
