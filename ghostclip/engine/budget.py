@@ -267,12 +267,12 @@ class Spending:
         one_of(accounting.ACCOUNTANTS, accountant=accountant)
         if not self.private:
             return math.inf
-        spent = self.events
+        runs = self._everything
         if accountant == "rdp":
-            return accounting.epsilon_of(spent, delta=delta, accountant=accountant)
-        found, target = self._running.epsilon(spent, delta), self._plan.target_epsilon
+            return accounting.epsilon_of(events_of(runs), delta=delta, accountant=accountant)
+        found, target = self._running.epsilon(events_of(runs), delta), self._plan.target_epsilon
         # The noise was calibrated for all planned steps, and a running figure may be a little above.
-        return min(found, target) if target is not None and self._is_planned(self._everything, delta) else found
+        return min(found, target) if target is not None and self._is_planned(runs, delta) else found
 
     def _most(self, settings: StepSettings, written: int, ledger: Runs) -> int:
         """The number of further steps that may be charged, >= 1. The last limit holds until it is used up, or
