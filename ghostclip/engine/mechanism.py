@@ -48,16 +48,13 @@ class Mechanism(Noise):
         self.mode, self.private = source.mode, source.private
         self.begin(0)
 
-    def _empty(self) -> Any:
-        """The history of a mechanism that begins; None where noise is independent."""
-        chosen = self._plan.correlation
-        return None if chosen is None else history_of(chosen.matrix, chosen.steps)
-
     def begin(self, step: int) -> None:
         """A new mechanism, whose first step is the model's step of that number."""
         self.end()
         self._plan.rename(step, self._ranks.led(new_name))
-        self._process, self._history = os.getpid(), self._empty()
+        self._process, chosen = os.getpid(), self._plan.correlation
+        # None where noise is independent.
+        self._history: Any = None if chosen is None else history_of(chosen.matrix, chosen.steps)
         _going_on[self._plan.mechanism] = self
 
     def end(self) -> None:
