@@ -61,7 +61,8 @@ def prepare_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
 def hook_first(optimizer: Optimizer, hook: Callable[..., Any]) -> Callable[[], None]:
     """Registers a hook before steps that runs before those that are there; returns what takes it off."""
     handle = optimizer.register_step_pre_hook(hook)
-    optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)
+    hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict, annotated as a dict
+    hooks.move_to_end(handle.id, last=False)
     return handle.remove
 
 
