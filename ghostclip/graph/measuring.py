@@ -26,6 +26,7 @@ from ghostclip.graph.rows import Owned, Subject
 from ghostclip.graph.shared.known import KnownShared
 from ghostclip.graph.shared.search import (
     Doubt,
+    disputed_error,
     edges_above,
     edges_near,
     edges_of,
@@ -191,7 +192,10 @@ def _shared_by_all(
                 if region.given:
                     raise shared_input_error(region.given[0], batch.names)
             return region
-        except (LossShapeError, UnsupportedModelError):
-            if doubt is Doubt.NOTHING:
-                raise
+        except (LossShapeError, UnsupportedModelError) as error:
+            if doubt is not Doubt.NOTHING:
+                continue
+            for call in (each for each in batch.uses.calls if owned[each].unread):
+                raise disputed_error(call, batch.names.layer(call)) from error
+            raise
     return None

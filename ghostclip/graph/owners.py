@@ -91,6 +91,8 @@ def owners(
         again = scheme.drawn(losses, sizes)[None]
         measured.add(again, _stacked([backward(each) for each in again]))
     owned = {subject: each or measured.in_any_order(subject) for subject, each in found.items()}
+    if any(owned[call].examples and not owned[call].is_regular for call in calls):
+        owned |= {call: measured.in_own_order(call, owned[call]) for call in calls}
     for start in scheme.starts_with_one_odd(losses) if own_code else ():
         with torch.autograd.set_detect_anomaly(False):
             now = backward(start)
@@ -293,6 +295,20 @@ class _Measured:
         candidates = [(subject, rows) for rows in self._candidates(subject, ())]
         in_order = [each for one in candidates if (each := self._fitting([one])[0]) is not None]
         return replace(in_order[0], disputed=self._disputed(subject, in_order[0], in_order)) if in_order else best
+
+    def in_own_order(self, call: LayerCall, own: Owned) -> Owned:
+        """What a layer's rows are where those of another one are in no order: none is said to be by its place alone.
+
+        A model that is called once for each example may have as many rows in a call as there are examples. All are
+        those of one example, though zeros, or gradients that aren't finite, fit an order.
+        """
+        if not own.is_regular or own.shown:
+            return own
+        assert own.rows is not None
+        found = self._one_by_one(call, own.rows.dim)
+        if own.unread or found is None:
+            return replace(own, disputed=self.finite is None)  # else each row is of an example whose loss isn't finite
+        return replace(own, rows=found.rows)
 
     def _disputed(self, subject: Subject, chosen: Owned, fitting: Sequence[Owned]) -> bool:
         """Whether rows that aren't finite are other examples' in another order that fits than in the ``chosen`` one.

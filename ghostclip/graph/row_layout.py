@@ -97,8 +97,9 @@ def row_layout(
 
 
 def any_owner(call: LayerCall, examples: int) -> RowIndex:
-    """Gives all rows of a use whose gradient is zero to example 0: their owner doesn't matter."""
-    return RowIndex(torch.zeros(call.shape[call.batch_dim], dtype=torch.int64, device=call.device), examples)
+    """For a use whose gradient is zero: its rows count for nobody, lest 0 * inf of one example be another's NaN."""
+    nobody = torch.zeros(call.shape[call.batch_dim], dtype=torch.int64, device=call.device)
+    return RowIndex(nobody, examples, used=nobody.bool())
 
 
 def check_calls(
@@ -112,7 +113,7 @@ def check_calls(
             raise mixing_error(uses.capturing[call], names)
         if found.rows is None or found.zero:
             continue
-        if found.disputed:
+        if found.disputed and call not in shared:
             raise disputed_error(call, names.layer(call))
         if found.rows.dim != call.batch_dim and "ghost_batch_dim" in vars(call.layer):
             raise UnsupportedModelError(

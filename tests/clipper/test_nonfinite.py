@@ -172,6 +172,48 @@ def test_gradients_that_are_zero_or_not_finite_are_no_dispute_where_one_order_fi
         assert result.weights[1] == 0.0
 
 
+def one_by_one(model, batch):
+    """The model is called once for each example, whose rows are all those of the call."""
+    return torch.stack([model(rows).square().sum() for rows in batch])
+
+
+def by_roots(model, batch):
+    """Of rows of zeros the loss is zero, and its gradient isn't finite."""
+    return torch.stack([(model(rows) * rows[:, :1]).square().sum().sqrt() for rows in batch])
+
+
+def saturating():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+@every_pass
+@pytest.mark.parametrize("rows", [1, 3, 5])  # 5 as there are examples
+@pytest.mark.parametrize("spared", [[], [0], [2]])
+def test_rows_without_a_gradient_count_for_nobody_where_examples_come_one_by_one(second_pass, rows, spared):
+    """Units that an infinite input saturates have gradients of zeros; 0 * inf was a NaN of the other examples."""
+    model, batch = saturating(), torch.randn(5, rows, 3, dtype=torch.float64)
+    whole = clipped(model, one_by_one(model, batch), second_pass=second_pass)[0]
+    batch[2, [row for row in range(rows) if row not in spared or rows == 1]] = batch.new_tensor([torch.inf, 0.0, 0.0])
+    clipper, others = GhostClipper(model, 0.5, second_pass=second_pass), [0, 1, 3, 4]
+    for _ in range(3):
+        model.zero_grad()
+        result = clipper.backward(one_by_one(model, batch))
+        torch.testing.assert_close(result.norms[others], whole.norms[others])
+        assert result.weights[others].all()
+
+
+@pytest.mark.parametrize("losses_of", [by_roots, one_by_one])
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_a_call_of_whose_rows_none_is_finite_is_nobody_elses(rows, losses_of):
+    """With as many rows as there are examples, each was said to be an example's, and all were left out."""
+    model, batch = saturating(), torch.randn(5, rows, 3, dtype=torch.float64)
+    batch[2] = 0.0 if losses_of is by_roots else torch.nan
+    clipper = GhostClipper(model, 0.5)
+    for _ in range(3):
+        with pytest.raises(UnsupportedModelError, match="which example's gradient is not finite"):
+            clipper.clip(losses_of, batch)
+
+
 def merged(trained):
     """A layer whose weights are read by giving it unit vectors, which all examples share."""
     torch.manual_seed(5)

@@ -249,9 +249,9 @@ def _refuse_mixed(
 def disputed_error(place: Any, name: str) -> UnsupportedModelError:
     """The error about rows that aren't finite, of which it can't be told whose they are (`Owned.disputed`)."""
     return UnsupportedModelError(
-        f"{name}: this batch doesn't show which example's gradient is not finite, since others' are zero; nothing was "
-        "clipped. Look for what is not finite in its backward (a square root of 0, a division by 0), or take larger "
-        "physical batches",
+        f"{name}: this batch doesn't show which example's gradient is not finite, or whether examples mix; nothing was "
+        "clipped. Look for what is not finite in its inputs or its backward (a square root of 0, a division by 0), or "
+        "take larger physical batches",
         name=name if isinstance(place, LayerCall) else "", place=place,
     )  # fmt: skip
 
