@@ -94,8 +94,8 @@ class ModelState:
     """Everything about a model that a graph has built in: modules, their attributes, modes and hooks, what is trained.
 
     Asked for at every step, so what is there is compared with the last step's by identity, and read only where it is
-    something else. What a module keeps in a list or dict of more than 32 entries, or in another object of its own,
-    changed in place, isn't seen.
+    something else. What a module keeps in a list or dict of more than 32 entries, or in an object of its own other than
+    numbers that its forward reads, changed in place, isn't seen.
 
     Attributes:
         held: parameters and buffers.
@@ -137,7 +137,9 @@ class ModelState:
             for name in CONTENTS:
                 if inside := own.get(name):
                     objects += inside.values()
-            for name in _names_read_by_forward(module):
+            read, named = _names_read_by_forward(module)
+            settings += _plain(getattr(type(module).forward, "__globals__", {}), named)
+            for name in read:
                 inside = own.get(name)
                 if type(inside) is dict and len(inside) <= FEW:
                     objects += inside.values()
@@ -147,6 +149,8 @@ class ModelState:
                     settings.append(len(inside))
                 elif name not in own and type(value := getattr(type(module), name, None)) in PLAIN:
                     settings.append(_part(value, self.kept, 0))
+                elif type(inside) not in PLAIN:
+                    settings += _numbers(inside, named)
         settings += (_has_global_hooks(), torch.are_deterministic_algorithms_enabled())
         for kind in ("cpu", "cuda"):
             settings += (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -177,7 +181,7 @@ def _has_global_hooks() -> bool:
 
 def _described(module: nn.Module, kept: Kept) -> tuple:
     """Plain attributes by their values, short containers that the forward reads by what is in them, others by ids."""
-    own, read = vars(module), _names_read_by_forward(module)
+    own, read = vars(module), _names_read_by_forward(module)[0]
     parts = [(name, _part(value, kept, int(name in read))) for name, value in own.items()]
     inside = [(kind, name, id(value)) for kind in CONTENTS for name, value in own.get(kind, {}).items()]
     return (id(module), type(module), id(type(module).forward), *parts, *inside)
@@ -229,7 +233,7 @@ def _called(function: Any, kept: Kept, depth: int) -> tuple:
         bound = [cell.cell_contents if cell != CellType() else cell for cell in function.__closure__ or ()]
         bound += [function.__defaults__, function.__kwdefaults__, vars(function)]
         bound += [names[name] for name in _reads(code)[1] if name in names and _is_own(names[name], names)]
-        parts = [(_part(each, kept, depth), *_numbers(each, code)) for each in bound]
+        parts = [(_part(each, kept, depth), *_numbers(each, code.co_names)) for each in bound]
         return (id(code), id(names), *parts)
     if isinstance(function, nn.Module):
         return _module(function, kept)
@@ -273,21 +277,23 @@ def _read_by(method: Any, owner: Any, kept: Kept, depth: int, place: int = 0) ->
     own = {} if isinstance(owner, type) else dict(getattr(owner, "__dict__", {}))
     for inside in ("_parameters", "_buffers", "_modules") if isinstance(owner, nn.Module) else ():
         own |= own[inside]
-    code = getattr(method, "__code__", None)
-    for name in _names_read(code, kind, place):
+    read, named = _names_read(getattr(method, "__code__", None), kind, place)
+    for name in read:
         value = own[name] if name in own else _of_class(owner, kind, name)
         if name in own or type(value) in PLAIN:
             inner = 0 if isinstance(owner, nn.Module) and isinstance(value, nn.Module) else max(depth - 1, 0)
-            parts.append((name, _part(value, kept, inner), *_numbers(value, code)))
+            parts.append((name, _part(value, kept, inner), *_numbers(value, named)))
     return parts
 
 
-def _numbers(value: Any, code: CodeType | None) -> list[Any]:
+def _numbers(value: Any, names: Iterable[str]) -> list[Any]:
     """Plain attributes of an object of some other class that code reads of anything, as ``args.beta``."""
     own = None if isinstance(value, type | nn.Module) else getattr(value, "__dict__", None)
-    if code is None or type(own) is not dict:
-        return []
-    return [(name, _part(own[name], Kept(), 0)) for name in code.co_names if type(own.get(name, own)) in PLAIN]
+    return _plain(own, names) if type(own) is dict else []
+
+
+def _plain(own: dict[str, Any], names: Iterable[str]) -> list[Any]:
+    return [(name, _part(own[name], Kept(), 0)) for name in names if name in own and type(own[name]) in PLAIN]
 
 
 def _of_class(owner: Any, kind: Any, name: str) -> Any:
@@ -301,14 +307,14 @@ def _of_class(owner: Any, kind: Any, name: str) -> Any:
         return None
 
 
-def _names_read_by_forward(module: nn.Module) -> tuple[str, ...]:
+def _names_read_by_forward(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     kind: Any = type(module)
     return _names_read(getattr(kind.forward, "__code__", None), kind)
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_read(code: CodeType | None, kind: Any, place: int = 0) -> tuple[str, ...]:
-    """The attributes of an object of a class that a method of it, and methods that it calls, read of it.
+def _names_read(code: CodeType | None, kind: Any, place: int = 0) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What a method of a class, and methods that it calls, read of its object; and all names in their code.
 
     Args:
         code: the method's, which functions that are made anew share; None where it has none.
@@ -324,7 +330,7 @@ def _names_read(code: CodeType | None, kind: Any, place: int = 0) -> tuple[str, 
         seen.append(one)
         found += names
         left += [_code(vars(base)[name]) for name in names for base in kind.__mro__ if name in vars(base)]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found)), tuple({name for one in seen for name in one.co_names})
 
 
 def _code(value: Any) -> CodeType | None:

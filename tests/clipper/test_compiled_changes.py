@@ -84,6 +84,11 @@ class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
         self.body, self.settings, self.active, self.waiting = net(), {"scale": 1.0}, [1.0], [2.0, 3.0]
+        self.options = SimpleNamespace(weight=1.0)
+
+    @property
+    def weight(self):
+        return self.options.weight
 
     @property
     def scale(self):
@@ -94,6 +99,9 @@ class Scaled(nn.Module):
 
     def elbo(self, batch):
         return self.settings["scale"] * losses(self.body, batch)
+
+    def weighted(self, batch):
+        return self.weight * losses(self.body, batch)
 
     def shares(self):
         return sum(self.active) / sum(share for share in self.waiting)
@@ -111,6 +119,10 @@ def scaled(forward):
 def of_model(kind, change, loss_fn=losses):
     model = kind()
     return model, loss_fn, lambda patch: change(model, patch)
+
+
+def reweigh(model, _):
+    model.options.weight = 5.0
 
 
 def rescale(model, _):
@@ -133,6 +145,9 @@ OF_MODELS = {
     "an entry from one list to the next": (
         scaled(lambda self, x: self.body(x) * self.shares()), lambda m, _: m.active.append(m.waiting.pop(0)),
     ),
+    "object's number behind a property": (scaled(lambda self, x: self.body(x) * self.weight), reweigh),
+    "object's number in a method that the loss calls": (Warm, reweigh, lambda model, batch: model.weighted(batch)),
+    "global of its file": (scaled(lambda self, x: self.body(x) * BETA), lambda _, p: p.setitem(globals(), "BETA", 2.0)),
     "number of the model's class": (Warm, lambda _, patch: patch.setattr(Warm, "temperature", 5.0)),
     "forward of the model's class": (Scaled, lambda _, patch: patch.setattr(Scaled, "forward", Warm.forward)),
 }  # fmt: skip
@@ -169,6 +184,9 @@ class Trainer:
 
     def of_settings(self, model, batch):
         return self.settings.weight * losses(model, batch)
+
+    def of_helper(self, *given):
+        return self.of_settings(*given)
 
     def of_parts(self, model, batch):
         outputs = model(batch[0])
@@ -209,7 +227,7 @@ OF_METHODS = {
     "property of an object far away": ("of_epoch", lambda trainer, _: setattr(trainer.trainer.loop, "epoch", 3)),
     "method of the class above": ("of_property", next_step, Inherited),
     "number of a class method's class": ("of_class", lambda _, patch: patch.setattr(Trainer, "gamma", 6.0)),
-    "number of an object's object": ("of_settings", lambda trainer, _: setattr(trainer.settings, "weight", 4.0)),
+    "number of an object's object": ("of_helper", lambda trainer, _: setattr(trainer.settings, "weight", 4.0)),
 }
 
 
