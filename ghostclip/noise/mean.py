@@ -24,8 +24,8 @@ PREFIX = "before-"
 CHUNK = 8192
 # By which rows are cut shorter than the bound: more than norms and sums of a million rows may be off in float64.
 ROUNDING = 1e-9
-# Of bounds: rows of which all squares leave float64, whose norms come out as 0, are shorter.
-LEAST = 1e-100
+# Of bounds: rows of which all squares leave float64, whose norms come out as 0, are shorter, and others longer.
+LEAST, MOST = 1e-100, 1e100
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ def private_mean(
 
     Args:
         features: [N, d], floating point, one row for each example; N >= 1.
-        bound: b, in the unit of the features; finite, >= 1e-100. A wrong one costs accuracy, never privacy.
+        bound: b, in the unit of the features; from 1e-100 to 1e100. A wrong one costs accuracy, never privacy.
         noise_multiplier: s, standard deviation of the noise over ``bound``; finite, >= 0. 0 gives no privacy.
         variance_noise_multiplier: t, the same over ``bound ** 2``; None: no variance is released.
         noise, seed: as for `PrivacyEngine`. ``noise="test"`` is charged as none.
@@ -89,8 +89,10 @@ def private_mean(
     bound, stds = positive(bound=bound), [nonnegative(noise_multiplier=noise_multiplier)]
     if variance_noise_multiplier is not None:
         stds.append(nonnegative(variance_noise_multiplier=variance_noise_multiplier))
-    if bound < LEAST:
-        raise ValueError(f"bound must be at least {LEAST}: squares of such features leave float64; got {bound}")
+    if not LEAST <= bound <= MOST:
+        raise ValueError(
+            f"bound must be at least {LEAST} and at most {MOST}: squares of such features leave float64; got {bound}"
+        )
     source = noise_source(noise, seed)
     planned = _event(stds, neighboring)
     sums = [torch.zeros(features.shape[1], dtype=torch.float64, device=features.device) for _ in stds]

@@ -124,6 +124,7 @@ def test_noise_that_can_be_repeated_is_charged_as_none() -> None:
         ({"bound": 0.0}, "bound must be a finite number > 0; got 0.0"),
         ({"bound": "1"}, "bound"),
         ({"bound": 1e-175}, "bound must be at least 1e-100"),
+        ({"bound": 1e200, "variance_noise_multiplier": 1.0}, r"and at most 1e\+100"),
         ({"noise_multiplier": -1.0}, "noise_multiplier must be"),
         ({"noise_multiplier": INF}, "noise_multiplier must be"),
         ({"variance_noise_multiplier": NAN}, "variance_noise_multiplier must be"),
