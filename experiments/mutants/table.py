@@ -2253,7 +2253,7 @@ RAGGED_NORMS = [
     Mutant(
         "numbers of a method's object are no part of a graph's key",
         "ghostclip/compiled/signature.py",
-        "parts.append((name, _part(value, kept, inner), *_numbers(value, code)))",
+        "parts.append((name, _part(value, kept, inner), *_numbers(value, named)))",
         "pass",
         KEYS,
     ),
@@ -3428,9 +3428,30 @@ BY_MARKS = [
     Mutant(
         "a layer's rows that aren't finite are in no dispute",
         "ghostclip/graph/row_layout.py",
-        "        if found.disputed:\n",
+        "        if found.disputed and call not in shared:\n",
         "        if False:\n",
         ("tests/clipper/test_nonfinite.py", "-k", "nobody_else"),
+    ),
+    Mutant(
+        "rows without a gradient are the first example's",
+        "ghostclip/graph/row_layout.py",
+        "return RowIndex(nobody, examples, used=nobody.bool())",
+        "return RowIndex(nobody, examples)",
+        ("tests/clipper/test_nonfinite.py",),
+    ),
+    Mutant(
+        "a layer that shows one example is in the batch's order though others are in none",
+        "ghostclip/graph/owners.py",
+        "    if any(owned[call].examples and not owned[call].is_regular for call in calls):\n",
+        "    if False:\n",
+        ("tests/clipper/test_nonfinite.py",),
+    ),
+    Mutant(
+        "numbers of objects that a forward reads are no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        "                    settings += _numbers(inside, named)\n",
+        "                    pass\n",
+        KEYS,
     ),
     Mutant(
         "a boundary's rows that aren't finite are in no dispute",
@@ -4009,8 +4030,15 @@ CHOSEN_PRIVATELY = [
     Mutant(
         "features whose squares leave floating point aren't cut",
         MEAN,
+        "    if not LEAST <= bound <= MOST:\n",
+        "    if bound > MOST:\n",
+        MEANS,
+    ),
+    Mutant(
+        "a private mean's bound may be any large number",
+        MEAN,
+        "    if not LEAST <= bound <= MOST:\n",
         "    if bound < LEAST:\n",
-        "    if False:\n",
         MEANS,
     ),
     Mutant(
@@ -4716,8 +4744,8 @@ GRAPHS = [
     Mutant(
         "numbers of other objects are no part of a graph's key",
         "ghostclip/compiled/signature.py",
-        "if type(own.get(name, own)) in PLAIN]",
-        "if False]",
+        "    return _plain(own, names) if type(own) is dict else []",
+        "    return []",
         KEYS,
     ),
     Mutant(
