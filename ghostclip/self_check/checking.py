@@ -6,6 +6,7 @@ import logging
 import random
 import re
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ghostclip.clipper.forwards import LossFunction, check_loss_function
 from ghostclip.clipper.trial import without_trace
 from ghostclip.errors import GhostClipError, LossShapeError
 from ghostclip.graph.source_lines import line_of
+from ghostclip.sampling import LogicalBatches
 from ghostclip.self_check.first_steps import CHECKED, MOST
 from ghostclip.self_check.loading import LoadedRows, rows_of
 from ghostclip.self_check.mixing import MixingTest
@@ -76,11 +78,12 @@ def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Any = No
         batch: at least two examples, a few are enough: tensors with the examples in dimension 0, or lists with one
             entry for each, in any nesting of lists, dicts, dataclasses and objects. Or a DataLoader, of which up to 32
             random examples are loaded in batches of different company. Only that tests what ``collate_fn`` does, such
-            as padding to the longest.
+            as padding to the longest. ``engine.batches()`` and the loader of Opacus's interface serve as well.
 
     Raises:
         ValueError: only one of ``loss_fn`` and ``batch`` is given, or the batch has fewer than two examples.
-        TypeError: ``model`` is no torch module, ``loss_fn`` no function of (model, batch), or ``batch`` a data set.
+        TypeError: ``model`` is no torch module, ``loss_fn`` no function of (model, batch), or ``batch`` a data set
+            or an iterator.
     """
     findings = Findings(obstacles(model))
     if (loss_fn is None) != (batch is None):
@@ -88,7 +91,7 @@ def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Any = No
     if loss_fn is None:
         return findings
     check_loss_function(loss_fn, batch)
-    findings.untested = "" if isinstance(batch, DataLoader) else COLLATE_ALONE
+    findings.untested = COLLATE_ALONE if _loaded_from(batch) is None else ""
     known = {finding.path for finding in findings}
     rows = _rows(model, loss_fn, batch)
     mixing, compared = _mixing(TrialLosses(loss_fn, model, rows))
@@ -102,15 +105,26 @@ def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Any = No
     return findings
 
 
+def _loaded_from(batch: Any) -> tuple[Any, Callable[[Any], Any], int | None] | None:
+    """A loader's data set, its collate function and the number of rows, None for a stream; None for one batch."""
+    if isinstance(batch, LogicalBatches):
+        return *batch.source, batch.dataset_size
+    loader = getattr(batch, "given", batch)  # what the user gave make_private, of the loader that it returned
+    if not isinstance(loader, DataLoader):
+        return None
+    rows = loader.dataset
+    stream = isinstance(rows, IterableDataset) or not hasattr(rows, "__getitem__")
+    return rows, loader.collate_fn, None if stream else len(rows)  # type: ignore[arg-type]
+
+
 def _rows(model: nn.Module, loss_fn: LossFunction, batch: Any) -> LoadedRows:
     """The rows to be tried."""
-    if isinstance(batch, DataLoader):
-        if isinstance(batch.dataset, IterableDataset) or not hasattr(batch.dataset, "__getitem__"):
+    if (loaded := _loaded_from(batch)) is not None:
+        dataset, collate, size = loaded
+        if size is None:
             raise TypeError("check takes a DataLoader over a data set that has single examples by number; got a stream")
-        places = range(len(batch.dataset))  # type: ignore[arg-type]
-        chosen = random.sample(places, min(MOST, len(places)))
-        return LoadedRows(batch.dataset, batch.collate_fn, chosen, lambda found: found)
-    if isinstance(batch, Dataset):
+        return LoadedRows(dataset, collate, random.sample(range(size), min(MOST, size)), lambda found: found)
+    if isinstance(batch, (Dataset, Iterator)):
         raise TypeError(
             f"batch must be one batch or a DataLoader; got {type(batch).__name__}: give DataLoader(dataset)"
         )

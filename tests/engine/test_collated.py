@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 import ghostclip
 from ghostclip import PrivacyEngine, UnsupportedModelError
+from ghostclip.compat import opacus
 from ghostclip.self_check import first_steps
 
 pytestmark = [
@@ -171,6 +172,23 @@ def test_what_check_found_prints_as_lines_and_what_it_did_not_test_where_it_foun
     assert str(ghostclip.check(model)).startswith("[]: nothing found in its layers; no batch was run")
     assert str(ghostclip.check(model, loss_fn, next(iter(data)))).endswith("give check the DataLoader in its place")
     assert str(ghostclip.check(model, loss_fn, data)) == "[]"
+
+
+@pytest.mark.parametrize("name", ["averaged_over_own_tokens", "divided_by_the_batch_s_number_of_tokens"])
+@pytest.mark.parametrize("of_opacus", [False, True])
+def test_check_takes_the_loaders_that_engines_made(name, of_opacus):
+    torch.manual_seed(0)
+    model, data, loss_fn, _ = training = {**MIXING, **HONEST}[name]()
+    if of_opacus:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _, _, batches = opacus.PrivacyEngine().make_private(
+            module=model, optimizer=optimizer, data_loader=data, noise_multiplier=1.0, max_grad_norm=1.0
+        )
+    else:
+        batches = engine_of(training).batches()
+    found = [ghostclip.check(model, loss_fn, batches) for _ in range(8)]
+    assert any(found) == (name in MIXING)
+    assert str(found[0]) == "[]" or found[0]
 
 
 def test_each_example_is_read_once_more(monkeypatch):

@@ -121,6 +121,10 @@ WRONG = {
         lambda m: ghostclip.check(m, runs.losses_of, runs.data(4)),
         TypeError, r"batch must be.*got TensorDataset: give DataLoader\(dataset\)",
     ),
+    "an iterator as a batch": (
+        lambda m: ghostclip.check(m, runs.losses_of, iter(torch.utils.data.DataLoader(runs.data(4)))),
+        TypeError, r"batch must be.*Iter: give DataLoader\(dataset\)",
+    ),
     "a loop over the engine": (lambda m: iter(built(m)), TypeError, r"write `for batch in engine\.batches\(\)`"),
     "swapped": (lambda m: stepped_with(m, runs.losses_of, []), PrivacyError, r"got function first: are they swapped\?"),
     "a physical batch": (
