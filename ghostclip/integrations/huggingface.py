@@ -45,7 +45,7 @@ from ghostclip.integrations.huggingface_losses import ComputeLosses, losses_for
 from ghostclip.integrations.huggingface_refusals import (
     check_arguments,
     check_losses,
-    check_noise,
+    check_privacy,
     check_trainer,
     refuse_published,
     refuse_spent,
@@ -100,7 +100,7 @@ class PrivateTrainer(Trainer):
     ) -> None:
         args = self._arguments("tmp_trainer") if args is None else args
         check_arguments(args)
-        check_noise(privacy.noise_multiplier, privacy.target_epsilon)
+        check_privacy(privacy)
         if options.get("train_dataset") is not None:
             size_of(options["train_dataset"])
         if args.max_grad_norm:

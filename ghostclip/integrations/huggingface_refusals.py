@@ -12,12 +12,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ghostclip import accounting
 from ghostclip.errors import BudgetExceededError, PrivacyError
+from ghostclip.integrations.huggingface_arguments import PrivacyArguments
 from ghostclip.ledger import Ledger
 
 __all__ = [
     "check_arguments",
     "check_losses",
-    "check_noise",
+    "check_privacy",
     "check_trainer",
     "refuse_published",
     "refuse_spent",
@@ -124,12 +125,17 @@ def check_arguments(args: TrainingArguments) -> None:
         raise PrivacyError("num_steps of accelerator_config isn't followed; use gradient_accumulation_steps")
 
 
-def check_noise(noise_multiplier: float | None, target_epsilon: float | None) -> None:
-    """Raises ValueError unless one of them is given."""
-    if (noise_multiplier is None) == (target_epsilon is None):
+def check_privacy(privacy: PrivacyArguments) -> None:
+    """Raises TypeError for anything else, and ValueError unless the noise or a target is given."""
+    if not isinstance(privacy, PrivacyArguments):
+        raise TypeError(
+            "privacy must be PrivacyArguments of ghostclip.integrations.huggingface, such as "
+            f"PrivacyArguments(target_epsilon=3.0, target_delta=1e-6); got {type(privacy).__name__}"
+        )
+    if (privacy.noise_multiplier is None) == (privacy.target_epsilon is None):
         raise ValueError(
             "PrivacyArguments takes either noise_multiplier, or target_epsilon to have it calibrated for the steps "
-            f"of the training; got {'neither' if noise_multiplier is None else 'both'}"
+            f"of the training; got {'neither' if privacy.noise_multiplier is None else 'both'}"
         )
 
 
