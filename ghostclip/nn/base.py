@@ -259,7 +259,7 @@ class GhostLayer(torch.nn.Module):
         Args:
             preactivation: the output of the operation that uses the parameters. Use the returned tensor in its place.
                 If that operation saves its output for backward, as exp and tanh do, pass a clone.
-            inputs: the tensors that the rule needs.
+            inputs: the tensors that the rule needs, and what the operation read: layers below are found through it.
             parameters: names of the layer's own parameters that the operation used; None for all of `parameter_names`.
             rows: {name: (start, stop)}: the rows used, for parameters that were used in part.
             batch_dim: the dimension that holds examples; None: the layer's ``ghost_batch_dim``.

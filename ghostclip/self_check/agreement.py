@@ -133,8 +133,9 @@ def _refuse(errors: Sequence[tuple[float, str]], tolerance: float) -> None:
     raise VerificationError(
         f"the self-check of the first batch found gradients that aren't autograd's own, off by more than {tolerance:g} "
         f"(relative): {_listed(said)}\n"
-        "The layer's gradient rule is wrong (per_example of a GhostLayer), or a backward in it can't run twice over "
-        "one graph; GhostClipper.verify(loss_fn, batch) compares every example.\n"
+        "The layer's gradient rule is wrong (per_example of a GhostLayer, or that of a layer above, whose capture must "
+        "get the tensor that the operation read), or a backward in it can't run twice over one graph; "
+        "GhostClipper.verify(loss_fn, batch) compares every example.\n"
         "Nothing was released or charged. The errors depend on private data: for debugging, not for release"
     )
 

@@ -1,5 +1,6 @@
 """`verify` passes where sums are the loop's, and names what is wrong where they aren't."""
 
+import private_runs as runs
 import pytest
 import torch
 from case_models import Wired, two_linears
@@ -98,3 +99,31 @@ def test_a_layer_that_wraps_no_class_is_verified_explained_and_stays_when_unwrap
     assert clipper.verify(lambda model, x: model(x).square().sum(1), torch.randn(4, 3)) < 1e-4
     assert "OwnScale" in str(clipper.explain())
     assert isinstance(ghostclip.unwrap(model)[1], OwnScale)
+
+
+class Shift(nn.Module):
+    """A layer of the tests' own: one added number per feature."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias
+
+
+class UnreadShift(GhostLayer, Shift, wraps=Shift):
+    """Its formula needs no input, so that it captures none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.capture(super().forward(x), parameters=("bias",))
+
+    def per_example(self, name, call, inputs, grad):
+        return grad
+
+
+def test_a_capture_without_its_input_is_told_where_layers_below_got_no_gradient():
+    model = nn.Sequential(nn.Linear(5, 4), Shift(4), nn.Linear(4, 3))
+    engine = runs.engine_for(model, None, runs.data(6), batch_size=6, noise_multiplier=1.0)
+    with pytest.raises(VerificationError, match=r"0\.weight \(1\)[\s\S]*whose capture must get the tensor"):
+        engine.step(next(iter(engine.batches())), runs.losses_of)
