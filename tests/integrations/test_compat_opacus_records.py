@@ -164,6 +164,23 @@ def test_arguments_of_torch_s_functions_reach_them(tmp_path: Path) -> None:
         engine.load_checkpoint(**load)
 
 
+def test_a_file_that_lacks_a_state_is_refused_by_name_before_anything_is_loaded(tmp_path: Path) -> None:
+    engine, path = PrivacyEngine(accountant="rdp"), tmp_path / "run.pt"
+    model, optimizer, loader = private(engine, "words", layers, noise_multiplier=1.0)
+    list(train(loader, model, optimizer, mean_loss))
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    engine.save_checkpoint(path=path, module=model)
+    again = PrivacyEngine(accountant="rdp")
+    other, its, _ = private(again, "words", layers, noise_multiplier=1.0)
+    before = runs.weights(other)
+    with pytest.raises(KeyError, match=r"weights\.pt has no privacy_accountant_state_dict, module_state"):
+        again.load_checkpoint(path=tmp_path / "weights.pt", module=other)
+    with pytest.raises(KeyError, match=r"run\.pt has no optimizer_state_dict; .*to both or to neither"):
+        again.load_checkpoint(path=path, module=other, optimizer=its)
+    assert again.accountant.history == []
+    assert torch.equal(runs.weights(other), before)
+
+
 def opacus_names(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state of `Characters` as Opacus's wrapper and its recurrent layer name it."""
     found = {}

@@ -306,9 +306,15 @@ class OpacusEngine:
 
         Raises:
             PrivacyError: a logical batch is unfinished.
-            KeyError: the file lacks the state of the model, the accountant or the optimizer.
+            KeyError: the file lacks the state of the model, the accountant or the optimizer; nothing was loaded.
         """
         stored = torch.load(path, **{**(torch_load_kwargs or {}), "weights_only": True})
+        needed = ("privacy_accountant_state_dict", "module_state_dict", "optimizer_state_dict")
+        if missing := [name for name in needed[: 2 + (optimizer is not None)] if name not in stored]:
+            raise KeyError(
+                f"{path} has no {', '.join(missing)}; load what save_checkpoint() wrote, and give the optimizer to "
+                "both or to neither"
+            )
         self.accountant.load_state_dict(stored["privacy_accountant_state_dict"])
         module.load_state_dict(stored["module_state_dict"], **(module_load_dict_kwargs or {}))
         if optimizer is not None:
