@@ -14,6 +14,7 @@ from ghostclip import accounting
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.integrations.huggingface_arguments import PrivacyArguments
 from ghostclip.ledger import Ledger
+from ghostclip.validate import positive
 
 __all__ = [
     "check_arguments",
@@ -126,7 +127,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def check_privacy(privacy: PrivacyArguments) -> None:
-    """Raises TypeError for anything else, and ValueError unless the noise or a target is given."""
+    """Raises TypeError for anything else, and ValueError unless the noise or a target > 0 is given."""
     if not isinstance(privacy, PrivacyArguments):
         raise TypeError(
             "privacy must be PrivacyArguments of ghostclip.integrations.huggingface, such as "
@@ -137,6 +138,8 @@ def check_privacy(privacy: PrivacyArguments) -> None:
             "PrivacyArguments takes either noise_multiplier, or target_epsilon to have it calibrated for the steps "
             f"of the training; got {'neither' if privacy.noise_multiplier is None else 'both'}"
         )
+    if privacy.target_epsilon is not None:
+        positive(target_epsilon=privacy.target_epsilon)
 
 
 def refuse_spent(ledger: Ledger, target_epsilon: float, delta: float) -> None:

