@@ -4199,7 +4199,7 @@ NOISE_OVER_STEPS = [
     ),
     Mutant(
         "the engine charges the rate without the factor of bands",
-        "ghostclip/sampling/cyclic.py",
+        "ghostclip/sampling/schemes.py",
         "        return self.separation * self.batch_size / self.population\n",
         "        return self.batch_size / self.population\n",
         BY_TURNS,

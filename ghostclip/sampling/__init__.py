@@ -1,10 +1,8 @@
 """Sampling: which examples are in a batch, how they are loaded, and what a step over them is charged as."""
 
 from .batches import LogicalBatches
-from .cyclic import Cyclic, CyclicPoisson
 from .logical import BatchState, LogicalBatch
-from .named import scheme_named
-from .schemes import Poisson, Scheme, Truncated, WithoutReplacement
+from .schemes import Cyclic, CyclicPoisson, Poisson, Scheme, Truncated, WithoutReplacement, scheme_named
 from .unit_ids import users_of_rows
 from .users import UserRows, Users
 

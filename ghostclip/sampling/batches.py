@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from ghostclip.errors import PrivacyError
 from ghostclip.events import SampledRelease
-from ghostclip.sampling.cyclic import CyclicPoisson, drawn_groups
 from ghostclip.sampling.draws import Chunks, Draws, Physical
 from ghostclip.sampling.loading import (
     check_sampling,
@@ -28,8 +27,7 @@ from ghostclip.sampling.loading import (
     warn_of_repeated_rows,
 )
 from ghostclip.sampling.logical import BatchOwner, BatchState, LogicalBatch, Unowned
-from ghostclip.sampling.named import scheme_named
-from ghostclip.sampling.schemes import Scheme
+from ghostclip.sampling.schemes import CyclicPoisson, Scheme, drawn_groups, scheme_named
 from ghostclip.sampling.users import Users
 from ghostclip.validate import positive_int
 

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ghostclip.events import (
+    RELATIONS,
+    SAMPLINGS,
+    CyclicGaussian,
+    CyclicPoissonGaussian,
     FixedSizeGaussian,
     SampledGaussian,
     SampledRelease,
     TruncatedGaussian,
 )
+from ghostclip.validate import one_of, positive_int
 
-__all__ = ["Poisson", "Scheme", "Truncated", "WithoutReplacement"]
+__all__ = [
+    "Cyclic",
+    "CyclicPoisson",
+    "Poisson",
+    "Scheme",
+    "Truncated",
+    "WithoutReplacement",
+    "drawn_groups",
+    "scheme_named",
+]
 
 
 @dataclass(frozen=True)
@@ -127,3 +141,140 @@ class Truncated(Poisson):
     @property
     def _cut(self) -> dict[str, Any]:
         return {"dataset_size": self.population, "max_batch_size": self.max_batch_size}
+
+
+@dataclass(frozen=True)
+class CyclicPoisson(Poisson):
+    """Each unit is in one group for good; step t draws from group t mod ``separation``, at that many times the rate.
+
+    So steps in which a unit takes part are at least ``separation`` steps apart, as correlated noise needs it. With 3
+    groups a unit of group 1 can be in the batches of steps 1, 4, 7 and no others.
+
+    Args:
+        separation: the number of groups.
+        groups: of each unit its group, [population]; None: not drawn yet. They are drawn independently of the data, so
+            that one unit more or less leaves the others' groups as they are.
+
+    Raises:
+        ValueError: the probability would be above 1.
+    """
+
+    kind: ClassVar[type[CyclicPoissonGaussian]] = CyclicPoissonGaussian
+    described = (
+        "cyclic Poisson sampling (each {0.unit} is in one of {0.separation} groups for good, and in a batch of its "
+        "group with probability {0.turn_rate:.6g})"
+    )
+    equal: ClassVar[bool] = False  # whether groups have equal sizes
+    separation: int = 1
+    groups: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.separation * self.batch_size > self.population:
+            raise ValueError(
+                f"bands * batch_size / population, the sampling rate within one of {self.separation} groups, must be "
+                f"at most 1; got {self.separation} * {self.batch_size} / {self.population}. Take at most "
+                f"{self.population // self.batch_size} bands, or smaller batches"
+            )
+
+    @property
+    def turn_rate(self) -> float:
+        """The probability with which a unit is in a batch of its group."""
+        return self.separation * self.batch_size / self.population
+
+    def draw(self, generator: Any, step: int = 0) -> list[int]:
+        """See `Scheme.draw`."""
+        members = self._members(step)
+        count = int(generator.binomial(len(members), self.turn_rate))
+        return members[np.sort(generator.choice(len(members), count, replace=False, shuffle=False))].tolist()
+
+    def _members(self, step: int) -> np.ndarray:
+        """The units whose turn it is, ascending."""
+        return np.flatnonzero(self.groups == step % self.separation)
+
+    def event(self, noise_multiplier: float) -> SampledRelease:
+        """See `Scheme.event`."""
+        return self.kind(
+            self.turn_rate, noise_multiplier, relation=self.relation, unit=self.unit, separation=self.separation
+        )
+
+
+@dataclass(frozen=True)
+class Cyclic(CyclicPoisson):
+    """Each unit is in one batch of every epoch, the same in each; batches are of about one size."""
+
+    kind = CyclicGaussian
+    described = "cyclic batches (each {0.unit} once in {0.separation} steps, in an order drawn once)"
+    equal = True
+
+    def __post_init__(self) -> None:
+        """Any batch size will do."""
+
+    @property
+    def turn_rate(self) -> float:
+        """1."""
+        return 1.0
+
+    @property
+    def largest(self) -> int:
+        """The largest group."""
+        return -(-self.population // self.separation)
+
+    def draw(self, generator: Any, step: int = 0) -> list[int]:
+        """See `Scheme.draw`; nothing is random."""
+        return self._members(step).tolist()
+
+
+def drawn_groups(scheme: CyclicPoisson, generator: Any) -> np.ndarray:
+    """A group for each unit, int32 [population]: independent and uniform, or of equal sizes.
+
+    Args:
+        scheme: says how many groups, and of what sizes.
+        generator: as for `Scheme.draw`; it has ``binomial`` and ``choice`` only.
+    """
+    found, rest = np.empty(scheme.population, np.int32), np.arange(scheme.population)
+    for group in range(scheme.separation):
+        left = scheme.separation - group
+        count = -(-len(rest) // left) if scheme.equal else int(generator.binomial(len(rest), 1.0 / left))
+        chosen = generator.choice(len(rest), count, replace=False, shuffle=False)
+        found[rest[chosen]] = group
+        rest = np.delete(rest, chosen)
+    return found
+
+
+def scheme_named(
+    sampling: str,
+    population: int,
+    batch_size: int,
+    *,
+    neighboring: str = "add_or_remove_one",
+    unit: str = "example",
+    max_batch_size: int | None = None,
+    bands: int = 1,
+) -> Scheme:
+    """The scheme for the engine's arguments; with one band cyclic Poisson sampling is Poisson sampling.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or given where it has no meaning.
+    """
+    one_of(SAMPLINGS, sampling=sampling)
+    relation = one_of(RELATIONS, neighboring=neighboring)
+    if sampling == "truncated":
+        if max_batch_size is None:
+            raise ValueError(
+                'max_batch_size must be given with sampling="truncated" (max_physical_batch_size is the default): '
+                "the most examples in a batch; got None"
+            )
+        if positive_int(max_batch_size=max_batch_size) < batch_size:
+            raise ValueError(
+                f"max_batch_size must be at least batch_size = {batch_size}, the expected number before a cut; got "
+                f"{max_batch_size!r}"
+            )
+        return Truncated(population, batch_size, relation, unit, positive_int(max_batch_size=max_batch_size))
+    if max_batch_size is not None:
+        raise ValueError(f'max_batch_size must be left out unless sampling="truncated"; got {max_batch_size!r}')
+    if sampling == "cyclic":
+        return Cyclic(population, batch_size, relation, unit, max(1, round(population / batch_size)))
+    if sampling == "cyclic_poisson" and bands > 1:
+        return CyclicPoisson(population, batch_size, relation, unit, bands)
+    kind = WithoutReplacement if sampling == "without_replacement" else Poisson
+    return kind(population, batch_size, relation, unit)

@@ -15,7 +15,7 @@ from ghostclip.engine import PrivacyEngine
 from ghostclip.events import SAMPLINGS, CyclicGaussian, CyclicPoissonGaussian, mechanism_of
 from ghostclip.noise import BandedToeplitz, noise_source
 from ghostclip.sampling import CyclicPoisson, LogicalBatches
-from ghostclip.sampling.cyclic import drawn_groups
+from ghostclip.sampling.schemes import drawn_groups
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "poisson": {},
