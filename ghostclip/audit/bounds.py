@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +18,7 @@ __all__ = [
     "epsilon_from_rates",
     "error_bound",
     "gaussian_mu",
+    "largest_noise",
     "noise_from_rates",
     "one_run_epsilon",
     "one_run_p_value",
@@ -90,20 +92,29 @@ def noise_from_rates(false_positives: float, false_negatives: float, sample_rate
         mu = float(gaussian_mu(np.asarray(false_positives), np.asarray(false_negatives), sample_rate))
         return math.inf if mu == 0.0 else math.sqrt(steps) / mu
 
-    def excess(log_noise: float) -> float:
-        least = composed_false_negatives(false_positives, math.exp(log_noise), sample_rate, steps)
-        return least - false_negatives
+    return largest_noise(
+        lambda noise: composed_false_negatives(false_positives, noise, sample_rate, steps) <= false_negatives
+    )
 
+
+def largest_noise(explains: Callable[[float], bool]) -> float:
+    """The largest noise multiplier that ``explains`` what was seen, a relative 0.2% above it at most.
+
+    Returns:
+        inf where any noise does, 0 where none does.
+    """
     # From much noise downwards: curves of little noise take long to compute.
-    unexplained = math.log(MOST_NOISE)
-    if excess(unexplained) <= 0:
+    above = MOST_NOISE
+    if explains(above):
         return math.inf
-    while excess(explained := unexplained - math.log(2.0)) > 0:
-        unexplained = explained
-        if unexplained < math.log(LEAST_NOISE):
+    while not explains(below := above / 2):
+        above = below
+        if above < LEAST_NOISE:
             return 0.0
-    # The valid end of what the root finder leaves open is that of more noise.
-    return math.exp(brentq(excess, explained, unexplained, xtol=TOLERANCE) + TOLERANCE)
+    while above > (1 + TOLERANCE) * below:
+        middle = math.sqrt(above * below)
+        above, below = (above, middle) if explains(middle) else (middle, below)
+    return above
 
 
 def composed_false_negatives(false_positives: float, noise: float, sample_rate: float, steps: int) -> float:

@@ -15,11 +15,10 @@ induction over c. For j to minus infinity that is the total.)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
-from ghostclip.audit.bounds import LEAST_NOISE, MOST_NOISE, TOLERANCE, composed_false_negatives
+from ghostclip.audit.bounds import composed_false_negatives, largest_noise
 
 __all__ = ["noise_from_guesses", "refutes"]
 
@@ -64,22 +63,11 @@ def noise_from_guesses(
         A noise multiplier, a relative 0.2% above the least one at most; inf where nothing is refuted, 0 where all is.
     """
 
-    def refuted(log_noise: float) -> bool:
-        curve = partial(_least_false, noise=math.exp(log_noise), sample_rate=sample_rate, steps=steps)
-        return refutes(curve, canaries=canaries, guesses=guesses, correct=correct, failure=failure)
+    def explains(noise: float) -> bool:
+        curve = partial(_least_false, noise=noise, sample_rate=sample_rate, steps=steps)
+        return not refutes(curve, canaries=canaries, guesses=guesses, correct=correct, failure=failure)
 
-    # From much noise downwards: curves of little noise take long to compute.
-    more = math.log(MOST_NOISE)
-    if not refuted(more):
-        return math.inf
-    while refuted(less := more - math.log(2.0)):
-        more = less
-        if more < math.log(LEAST_NOISE):
-            return 0.0
-    while more - less > TOLERANCE:
-        middle = (more + less) / 2
-        more, less = (middle, less) if refuted(middle) else (more, middle)
-    return math.exp(more)
+    return largest_noise(explains)
 
 
 def _least_false(right: float, noise: float, sample_rate: float, steps: int) -> float:
