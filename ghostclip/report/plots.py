@@ -235,13 +235,8 @@ def _draw(axes: Axes, panel: AuditPanel) -> None:
         axes.axhline(value, color=next(colours), linewidth=1.8, linestyle=":", label=f"{method}: {value:.3g}")
     axes.set_xticks([])
     if panel.lines:
-        # Counts that a reader can read: two ticks a decade where they fit, else one.
         axes.set_xscale("log")
-        figures = (1, 3) if panel.releases[-1] / panel.releases[0] < 300 else (1,)
-        ticks = [figure * 10**power for power in range(10) for figure in figures]
-        shown = [tick for tick in ticks if panel.releases[0] <= tick <= panel.releases[-1]]
-        axes.set_xticks(shown, [f"{tick:,}" for tick in shown])
-        axes.minorticks_off()
+        _log_ticks(axes.xaxis, panel.releases[0], panel.releases[-1])
     highest = [panel.claimed, *panel.levels.values(), *(value for line in panel.lines.values() for value in line)]
     axes.set_ylim(0, 1.12 * max(value for value in highest if math.isfinite(value)))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9, frameon=False)
@@ -288,7 +283,7 @@ def _log_ticks(axis: Any, low: float, high: float) -> None:
     figures = range(1, 10) if high < 10 * low else (1, 2, 5) if len(decades) < 5 else (1,)
     ticks = [tick for power in decades for figure in figures if low <= (tick := figure * 10.0**power) <= high]
     ticks = ticks[:: -(-len(ticks) // 5)] if ticks else [low, high]
-    axis.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
+    axis.set_ticks(ticks, labels=[f"{tick:,.6g}" for tick in ticks])
     axis.set_ticks([], minor=True)
 
 
