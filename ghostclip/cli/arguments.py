@@ -7,7 +7,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 __all__ = [
     "CommandParser",
@@ -15,14 +15,16 @@ __all__ = [
     "OneLineParser",
     "UsageError",
     "as_bytes",
-    "count_or_auto",
-    "numbers",
+    "converted",
     "print_json",
     "sizes",
 ]
 
 BYTES = {"": 1, "B": 1} | {unit: 1000**power for power, unit in enumerate(("kB", "MB", "GB", "TB"), 1)}
 BYTES |= {unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)}
+
+
+T = TypeVar("T")
 
 
 class UsageError(ValueError):
@@ -80,28 +82,19 @@ class Joined(argparse.Action):
         setattr(namespace, self.dest, [each for part in values for each in part])
 
 
-def sizes(text: str) -> list[int]:
-    """The numbers of ``3`` or ``1,8,8``. Raises ArgumentTypeError for anything else."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected sizes such as 1 8 8 or 1,8,8; got {text!r}") from None
+def converted(convert: Callable[[str], T], expected: str) -> Callable[[str], T]:
+    """A type for argparse: ``convert``, whose ValueError becomes a message that says what was ``expected``."""
+
+    def parse(text: str) -> T:
+        try:
+            return convert(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {expected}; got {text!r}") from None
+
+    return parse
 
 
-def numbers(text: str) -> list[float]:
-    """The numbers of ``0.1`` or ``0.1,1``. Raises ArgumentTypeError for anything else."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers such as 0.1 1 or 0.1,1; got {text!r}") from None
-
-
-def count_or_auto(text: str) -> int | str:
-    """A whole number, or "auto". Raises ArgumentTypeError for anything else."""
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a whole number or auto; got {text!r}") from None
+sizes = converted(lambda text: [int(part) for part in text.split(",")], "sizes such as 1 8 8 or 1,8,8")
 
 
 def as_bytes(text: str) -> int:

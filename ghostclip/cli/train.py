@@ -13,7 +13,7 @@ import torch
 
 from ghostclip import datasets, models, report
 from ghostclip.checkpoint import previous_of
-from ghostclip.cli.arguments import UsageError, as_bytes, count_or_auto, print_json
+from ghostclip.cli.arguments import UsageError, as_bytes, converted, print_json
 from ghostclip.cli.methods import METHODS, OPTIMIZERS, Ghost
 from ghostclip.cli.plan import DEFAULT_EPOCHS, DEFAULT_EPSILON, PlannedRun, runs_of, wants_comparison
 from ghostclip.cli.progress import bar
@@ -27,6 +27,7 @@ __all__ = ["add_configuration", "add_train", "load_data", "run_train", "set_thre
 
 MARKS = 6
 WEIGHTS = "model.safetensors"
+COUNT_OR_AUTO = converted(lambda text: text if text == "auto" else int(text), "a whole number or auto")
 
 log = logging.getLogger("ghostclip")
 
@@ -92,7 +93,7 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, metavar="B", help="expected size of a Poisson-sampled batch")
     most = "most examples in memory at once; auto: as many as fit, found at the first step "
     most += "(default: a whole batch; for oriented networks 128)"
-    add("--max-physical-batch-size", type=count_or_auto, metavar="N", help=most)
+    add("--max-physical-batch-size", type=COUNT_OR_AUTO, metavar="N", help=most)
     limit = "for auto: memory of the whole process, in bytes or such as 4GiB (default: nine tenths of what is left)"
     add("--memory-limit", type=as_bytes, metavar="SIZE", help=limit)
     add("--learning-rate", type=float, metavar="RATE")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from ghostclip import accounting, selection
-from ghostclip.cli.arguments import Joined, UsageError, numbers, print_json
+from ghostclip.cli.arguments import Joined, UsageError, converted, print_json
 from ghostclip.cli.methods import Settings
 from ghostclip.cli.plan import PlannedRun, runs_of
 from ghostclip.cli.progress import bar
@@ -24,6 +25,10 @@ from ghostclip.validate import at_least_one
 __all__ = ["add_tune", "run_tune"]
 
 SEARCHED = ("learning_rate", "max_norm")
+NUMBERS = converted(lambda text: [float(part) for part in text.split(",")], "numbers such as 0.1 1 or 0.1,1")
+DISTRIBUTION = converted(
+    lambda text: text if text in DISTRIBUTIONS else float(text), f"{', '.join(DISTRIBUTIONS)} or a number"
+)
 EPILOG = """\
 The number of runs is drawn at random, and each run draws one of the settings; accuracy on the test examples, which
 count as public, picks the best run. One epsilon covers the search, if nothing but the best run is published: keep the
@@ -39,39 +44,14 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     add_configuration(parser)
     parser.set_defaults(compare=False)
     add = parser.add_argument_group("search").add_argument
-    several: dict[str, Any] = {"type": numbers, "nargs": "+", "action": Joined}
+    several: dict[str, Any] = {"type": NUMBERS, "nargs": "+", "action": Joined}
     add("--learning-rates", **several, metavar="RATE", help="candidates (default: --learning-rate)")
     add("--max-norms", **several, metavar="C", help="candidates (default: --max-norm)")
     add("--expected-runs", type=float, default=10.0, metavar="K", help="mean of the number of runs (default: 10)")
     drawn = "poisson, geometric, logarithmic, or the shape of a negative binomial distribution (default: poisson)"
-    add("--distribution", type=_distribution, default="poisson", metavar="NAME", help=drawn)
+    add("--distribution", type=DISTRIBUTION, default="poisson", metavar="NAME", help=drawn)
     add("--ledger", metavar="FILE", help="charge the search there, and keep unfinished runs in FILE.search")
     add("--save", type=Path, metavar="FILE", help="write the best model's state_dict there")
-
-
-def _distribution(text: str) -> str | float:
-    """A name, or a shape. Raises ArgumentTypeError for anything else."""
-    if text in DISTRIBUTIONS:
-        return text
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected {', '.join(DISTRIBUTIONS)} or a number; got {text!r}") from None
-
-
-@dataclass(frozen=True)
-class _Trainings:
-    """Trains by a candidate: the plan with a learning rate and a clipping norm of its own."""
-
-    plan: PlannedRun
-    data: Data
-
-    def train(self, candidate: dict[str, Any]) -> dict[str, Any]:
-        """One run: its test accuracy and its model."""
-        settings: Settings = replace(self.plan.settings, **{name: candidate[name] for name in SEARCHED})
-        with bar("run", self.plan.steps, "step") as watch:
-            outcome = train(settings, self.data, "run", watch)
-        return {"accuracy": outcome.run.accuracy, "model": dict(outcome.model.state_dict())}
 
 
 def run_tune(arguments: argparse.Namespace) -> int:
@@ -86,7 +66,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
     run: dict[str, Any] = {"noise_multiplier": noise, "sample_rate": rate, "steps": plan.steps}
     search: dict[str, Any] = {"expected_runs": arguments.expected_runs, "distribution": arguments.distribution}
     best = selection.select(
-        _Trainings(plan, data).train, candidates, score=lambda result: result["accuracy"], delta=delta,
+        partial(_trained, plan, data), candidates, score=lambda result: result["accuracy"], delta=delta,
         ledger=arguments.ledger, **run, **search,
     )  # fmt: skip
     found = {**run, **search, "delta": delta, "epsilon_of_one_run": accounting.epsilon(**run, delta=delta)}
@@ -104,6 +84,14 @@ def run_tune(arguments: argparse.Namespace) -> int:
     else:
         _print(found)
     return 0
+
+
+def _trained(plan: PlannedRun, data: Data, candidate: dict[str, Any]) -> dict[str, Any]:
+    """One run of the plan by a candidate's learning rate and clipping norm: its test accuracy and its model."""
+    settings: Settings = replace(plan.settings, **{name: candidate[name] for name in SEARCHED})
+    with bar("run", plan.steps, "step") as watch:
+        outcome = train(settings, data, "run", watch)
+    return {"accuracy": outcome.run.accuracy, "model": dict(outcome.model.state_dict())}
 
 
 def _planned(arguments: argparse.Namespace, examples: int) -> tuple[PlannedRun, list[dict[str, Any]]]:
