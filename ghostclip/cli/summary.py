@@ -20,12 +20,11 @@ from ghostclip.bench.machine import commit, describe
 from ghostclip.bench.measure import take_turns, timed
 from ghostclip.bench.methods import CONTENDERS
 from ghostclip.cli.methods import Settings
-from ghostclip.cli.predictions import confusion, misread_digits, predicted
-from ghostclip.cli.training import Outcome, build, norms_of
+from ghostclip.cli.training import Outcome, build, norms_of, predicted
 from ghostclip.datasets import Data
 from ghostclip.report import NormSnapshot, PrivacyCurve, Record, ShownExample, TrainingRun, grouped
 
-__all__ = ["record_of", "run_table", "with_forecast"]
+__all__ = ["confusion", "misread_digits", "record_of", "run_table", "with_forecast"]
 
 SPEED_SECONDS, SPEED_BATCH = 2.0, 128
 BASELINE = "nonprivate"
@@ -96,6 +95,33 @@ def _counted(data: Data, outcomes: Sequence[Outcome]) -> tuple[list[TrainingRun]
     return runs, misread_digits(data, first)
 
 
+def confusion(classes: Tensor, labels: Tensor, number: int) -> list[list[int]]:
+    """How many examples of each class [K] were taken for each class [K], of predicted classes [N] and labels [N]."""
+    return torch.bincount(labels * number + classes, minlength=number**2).view(number, number).tolist()
+
+
+def misread_digits(data: Data, predictions: Mapping[str, Tensor]) -> list[ShownExample]:
+    """Of each digit the test image that most models misread, the first of several; public images, so digits alone.
+
+    Args:
+        data: with the test images.
+        predictions: {training: predicted classes [N]}.
+    """
+    if data.name != "digits":
+        return []
+    images, labels = data.test.tensors
+    wrong = torch.stack([classes != labels for classes in predictions.values()]).sum(0)
+    places = [int(torch.where(labels == digit, wrong, -1).argmax()) for digit in range(data.classes)]
+    return [
+        ShownExample(
+            pixels=images[place, 0].tolist(),
+            label=int(labels[place]),
+            predicted={training: int(classes[place]) for training, classes in predictions.items()},
+        )
+        for place in places
+    ]
+
+
 def _examples_per_second(model: nn.Module, data: TensorDataset) -> dict[str, float]:
     """{method: examples a second} of a step (clipping, noise and Adam included) on copies of ``model``, in turns.
 
@@ -113,13 +139,7 @@ def _examples_per_second(model: nn.Module, data: TensorDataset) -> dict[str, flo
 
 
 def with_forecast(curve: PrivacyCurve | None, settings: Settings, examples: int) -> PrivacyCurve | None:
-    """The curve, continued to twice the steps taken; as it is where other runs of a ledger are counted in it.
-
-    Args:
-        curve: of a run; None for one that wasn't private.
-        settings: the run's.
-        examples: in its training set.
-    """
+    """The curve, continued to twice the steps taken; as it is where other runs of a ledger are counted in it."""
     if curve is None or settings.ledger is not None or not settings.noise_multiplier:
         return curve
     marks = [round(curve.steps[-1] * share) for share in FURTHER]

@@ -8,24 +8,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import GhostClipper, models
 from ghostclip.accounting import ACCOUNTANTS, FALSE_POSITIVE_RATES, Risk, epsilon_of
 from ghostclip.cli.arguments import UsageError
 from ghostclip.cli.methods import METHODS, Ghost, Settings, Steps, cross_entropy
-from ghostclip.cli.predictions import EVALUATION_BATCH, accuracy
 from ghostclip.cli.progress import bar
 from ghostclip.datasets import Data
 from ghostclip.native import seconds_compiling
 from ghostclip.report import PrivacyCurve, TrainingRun
 
-__all__ = ["Keeping", "Outcome", "Watch", "build", "norms_of", "train"]
+__all__ = ["Keeping", "Outcome", "Watch", "build", "norms_of", "predicted", "train"]
+
+EVALUATION_BATCH = 512
 
 log = logging.getLogger("ghostclip")
 
@@ -162,8 +164,7 @@ def train(
         taken = len(seen.losses)
         for loss in seen.losses:
             watch(loss, None)
-        evaluation = Evaluation(model, data.test, epoch) if epoch else None
-        _take(steps, seen, watch, marks if private else (), evaluation, after_step)
+        _take(steps, seen, watch, marks if private else (), epoch, partial(accuracy, model, data.test), after_step)
     if keeping and keeping.resume and len(seen.losses) == taken:
         log.info(
             "the run at %s had ended: nothing was trained, and the figures are those of its %d steps",
@@ -196,30 +197,16 @@ def train(
     return Outcome(settings, model, run, curve, steps.limit)
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Evaluates a model on the test examples after each epoch, which has so many steps."""
-
-    model: nn.Module
-    examples: TensorDataset
-    epoch: int
-
-    def after(self, steps: int, accuracies: list[float]) -> None:
-        """Adds the accuracy after ``steps`` where an epoch ends, and NaN for epochs before that have none."""
-        if steps % self.epoch == 0:
-            accuracies += [math.nan] * (steps // self.epoch - 1 - len(accuracies))
-            accuracies.append(accuracy(self.model, self.examples))
-
-
 def _take(
     steps: Steps,
     seen: History,
     watch: Watch,
     marks: Sequence[int],
-    evaluation: Evaluation | None,
+    epoch: int | None,
+    evaluate: Callable[[], float],
     after_step: Callable[[], None],
 ) -> None:
-    """All steps that are left."""
+    """All steps that are left, with an accuracy after each epoch where ``epoch`` says how many steps it has."""
     started, compiled = time.perf_counter(), seconds_compiling()
     for losses in steps:
         loss = float(losses.mean())
@@ -231,8 +218,9 @@ def _take(
             for accountant, values in seen.epsilons.items():
                 values.append(steps.epsilon(accountant))
         watch(loss, seen.epsilons["pld"][-1] if seen.epsilons["pld"] else None)
-        if evaluation is not None:
-            evaluation.after(len(seen.losses), seen.accuracies)
+        if epoch and len(seen.losses) % epoch == 0:
+            seen.accuracies += [math.nan] * (len(seen.losses) // epoch - 1 - len(seen.accuracies))
+            seen.accuracies.append(evaluate())
         after_step()
         started, compiled = time.perf_counter(), seconds_compiling()
 
@@ -254,6 +242,22 @@ def _curve(
         advantage=bound.advantage if bound else None,
         true_positive_rates={rate: bound.true_positive_rate(rate) for rate in FALSE_POSITIVE_RATES} if bound else {},
     )
+
+
+@torch.no_grad()
+def predicted(model: nn.Module, examples: TensorDataset) -> Tensor:
+    """The likeliest class [N] of each example by ``model``, which is left in the mode it was in."""
+    training = model.training
+    model.eval()
+    batches = DataLoader(examples, batch_size=EVALUATION_BATCH)
+    classes = torch.cat([model(inputs).argmax(1) for inputs, _ in batches])
+    model.train(training)
+    return classes
+
+
+def accuracy(model: nn.Module, examples: TensorDataset) -> float:
+    """Share of the examples that ``model`` classifies correctly."""
+    return float((predicted(model, examples) == examples.tensors[1]).sum()) / len(examples)
 
 
 def norms_of(outcome: Outcome, examples: TensorDataset) -> list[float]:

@@ -14,8 +14,7 @@ from matplotlib import image
 from torch.utils.data import TensorDataset
 
 from ghostclip import report
-from ghostclip.cli.predictions import confusion, misread_digits
-from ghostclip.cli.summary import run_table
+from ghostclip.cli.summary import confusion, misread_digits, run_table
 from ghostclip.datasets import Data
 from ghostclip.report import NormSnapshot, PrivacyCurve, Record, ShownExample, TrainingRun, plots
 
