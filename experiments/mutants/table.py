@@ -612,7 +612,13 @@ ACCOUNTING = [
     Mutant(
         "intents not flushed", JOURNAL, "            files.flush(self.path, self._file)\n", "            pass\n", LEDGER
     ),
-    Mutant("taken before it is written", JOURNAL, "        block.left -= 1\n", "        block.left -= 0\n", LEDGER),
+    Mutant(
+        "taken before it is written",
+        JOURNAL,
+        "        self._blocks[run].left -= 1\n",
+        "        self._blocks[run].left -= 0\n",
+        LEDGER,
+    ),
     Mutant(
         "torn tail forgotten",
         JOURNAL,

@@ -59,23 +59,29 @@ class Journal:
         self._stamp: tuple[int, int] | None = None
         self._load()
 
-    def reserve(self, run: str, event: Event, count: int, noise: tuple[str, str], most: Most) -> None:
-        """Writes an intent, on the disk when this returns: ``event`` may be released as often as that, or ``most``.
+    def charge(self, run: str, event: Event, count: int, noise: tuple[str, str], most: Most) -> None:
+        """Charges ``event``, of count 1: from the run's block, else from a new one, which is on the disk before.
 
-        ``noise`` is its mode and its generator, see `Charge`.
+        A new block has ``count`` of them, or as few as ``most`` allows, which may raise. ``noise`` is the run's mode
+        and generator, see `Charge`.
         """
         self._check_owner()
+        if self._block_for(run, event) is None:
+            self._reserve(run, event, count, noise, most)
+        self._blocks[run].left -= 1
+
+    def _reserve(self, run: str, event: Event, count: int, noise: tuple[str, str], most: Most) -> None:
+        """Writes the intent of a new block."""
         self._refresh()
-        once = replace(event, count=1)
         allowed = positive_int(most=min(count, most(*self._spent_for(run))))
         returned = self._given_up(run)
         intent = {"kind": "intent", "time": now(), "run": run, "noise": noise[0], "generator": noise[1]}
         self._append([*returned, intent | {"event": encoded(replace(event, count=allowed))}])
         self._written[run] += 1 + len(returned)
-        self._blocks[run] = Block(len(self.contents.hashes) - 1, once, allowed)
+        self._blocks[run] = Block(len(self.contents.hashes) - 1, replace(event, count=1), allowed)
 
     def check(self, run: str, event: Event, most: Most) -> None:
-        """Raises what `reserve` would, where the next step needs a new block and may not have it."""
+        """Raises what `charge` would, where the next step needs a new block and may not have it."""
         self._check_owner()
         if self._block_for(run, event) is None:
             most(*self._spent_for(run))
@@ -87,14 +93,6 @@ class Journal:
             spent[run] = self.taken()[run]
         # An intent that was interrupted counts as somebody else's: it is there, and the run doesn't have its block.
         return len(self.contents.hashes) - self._written[run], spent
-
-    def take(self, run: str, event: Event) -> bool:
-        """Takes one from the run's block; False when a new block is needed."""
-        self._check_owner()
-        if (block := self._block_for(run, event)) is None:
-            return False
-        block.left -= 1
-        return True
 
     def _block_for(self, run: str, event: Event) -> Block | None:
         """The run's block, where it has such events left."""

@@ -161,9 +161,7 @@ class Account:
             BudgetExceededError: or any other error that ``most`` raises. Nothing may be released.
         """
         self._check_open()
-        if not self._journal.take(self.run, event):
-            self._journal.reserve(self.run, event, self._block, self._noise, most or (lambda *_: sys.maxsize))
-            self._journal.take(self.run, event)
+        self._journal.charge(self.run, event, self._block, self._noise, most or (lambda *_: sys.maxsize))
 
     @in_turn
     def check(self, event: Event, most: Most) -> None:
