@@ -4128,16 +4128,16 @@ NOISE_OVER_STEPS = [
     ),
     Mutant(
         "history of noise not shifted",
-        HISTORY,
-        "lags = (self.step - 1 - slots) % self._kept + 1",
-        "lags = slots + 1",
+        "ghostclip/noise/banded.py",
+        "lags = (step - 1 - np.arange(kept)) % kept + 1",
+        "lags = np.arange(kept) + 1",
         CORRELATED,
     ),
     Mutant(
         "buffers that don't decay",
-        HISTORY,
-        "return -self._scales, self._rates,",
-        "return -self._scales, np.ones(self._kept),",
+        "ghostclip/noise/buffered.py",
+        "return -series[0] * scales, rates,",
+        "return -series[0] * scales, np.ones(self.number),",
         CORRELATED,
     ),
     Mutant(

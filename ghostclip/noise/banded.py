@@ -83,6 +83,13 @@ class BandedToeplitz(Correlation):
         known = _optimal(bands, steps) if self.coefficients is None else np.array(self.coefficients[:bands])
         return np.pad(known / np.linalg.norm(known), (0, steps - bands))
 
+    def recurrence(self, series: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `Correlation.recurrence`: the last ``bands - 1`` of u in a ring, u of step t in slot t mod that."""
+        kept = min(self.buffers, len(series) - 1)
+        lags = (step - 1 - np.arange(kept)) % kept + 1
+        oldest = (lags == kept).astype(float)
+        return -series[lags], 1.0 - oldest, oldest
+
 
 def _checked(coefficients: Sequence[float]) -> tuple[float, ...]:
     """The diagonals as floats; raises ValueError unless they are finite, and the first one positive."""

@@ -59,6 +59,11 @@ class BufferedToeplitz(Correlation):
         found = _series(torch.from_numpy(weights), torch.from_numpy(rates), steps).numpy()
         return found / np.linalg.norm(found)
 
+    def recurrence(self, series: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `Correlation.recurrence`: one buffer for each exponential, b_i = sum_j rate_i^(j - 1) u_{t - j}."""
+        scales, rates = self.exponentials(len(series))
+        return -series[0] * scales, rates, np.ones(self.number)
+
 
 def _series(weights: Tensor, rates: Tensor, steps: int) -> Tensor:
     """c [steps], c_0 = 1."""

@@ -48,6 +48,15 @@ class Correlation(ABC):
     def buffers(self) -> int:
         """How many tensors of each parameter's size are kept from step to step."""
 
+    @abstractmethod
+    def recurrence(self, series: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Weights, shares and gains of `NoiseRecurrence`, so that its sum is -sum_{j >= 1} c_j u_{t - j}.
+
+        Args:
+            series: c, as `series` has it for all planned steps.
+            step: t, from 0.
+        """
+
     def column_norms(self, steps: int) -> np.ndarray:
         """s [steps]: what each column of T is divided by."""
         return np.sqrt(np.cumsum(self.series(steps) ** 2))[::-1]

@@ -1,31 +1,27 @@
 """The state of correlated noise: z_t = s_t u_t with T u = w, from step to step, in place.
 
 With C = T D as in `ghostclip.noise.correlation` and T's diagonals c, u_t = (w_t - sum_{j >= 1} c_j u_{t - j}) / c_0.
-`Banded` keeps the last ``bands - 1`` of u, `Buffered` keeps sums of all of them, decayed (McMahan et al. 2024,
-algorithm 1). What is kept is noise that was released within sums: whoever knows it can take it off, so it is private.
+What is kept of u is up to `Correlation.recurrence`. It is noise that was released within sums: whoever knows it can
+take it off, so it is private.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ghostclip.errors import PrivacyError
-from ghostclip.noise.banded import BandedToeplitz
-from ghostclip.noise.buffered import BufferedToeplitz
 from ghostclip.noise.correlation import Correlation
 from ghostclip.noise.release import Noise, NoiseRecurrence
 from ghostclip.norms.precision import full_precision
 
-__all__ = ["Banded", "Buffered", "NoiseHistory", "history_of"]
+__all__ = ["NoiseHistory", "history_of"]
 
 
-class NoiseHistory(ABC):
+class NoiseHistory:
     """The noise of one mechanism: ``steps`` releases, each of which depends on those before.
 
     Args:
@@ -38,6 +34,7 @@ class NoiseHistory(ABC):
     """
 
     def __init__(self, correlation: Correlation, steps: int) -> None:
+        self._correlation = correlation
         self._series, self._norms = correlation.series(steps), correlation.column_norms(steps)
         self._kept = min(correlation.buffers, steps - 1) if correlation.bands is not None else correlation.buffers
         self.steps, self.step, self.whole = steps, 0, True
@@ -98,14 +95,11 @@ class NoiseHistory(ABC):
         if not self._state:
             self._state = [tensor.new_zeros(self._kept, *tensor.shape) for tensor in like]
         self.whole = False
-        return NoiseRecurrence(self._state, *self._factors(), float(self._series[0]), float(self._norms[self.step]))
+        factors = self._correlation.recurrence(self._series, self.step)
+        return NoiseRecurrence(self._state, *factors, float(self._series[0]), float(self._norms[self.step]))
 
     def _end(self) -> None:
         self.step, self.whole = self.step + 1, True
-
-    @abstractmethod
-    def _factors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Weights, shares and gains of the next step's recurrence; its sum is -sum_{j >= 1} c_j u_{t - j}."""
 
     def state_dict(self) -> dict[str, Any]:
         """For the private part of a checkpoint."""
@@ -119,29 +113,6 @@ class NoiseHistory(ABC):
         """
         self.step, self._std, self.whole = state["step"], state["std"], True
         self._state = [kept.to(each.device, copy=True) for kept, each in zip(state["kept"], like, strict=False)]
-
-
-class Banded(NoiseHistory):
-    """The last ``bands - 1`` of u, in a ring: the one of step t is in slot t mod (bands - 1)."""
-
-    def _factors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        # Slot s holds u of step t - lag.
-        slots = np.arange(self._kept)
-        lags = (self.step - 1 - slots) % self._kept + 1
-        oldest = (lags == self._kept).astype(float)
-        return -self._series[lags], 1.0 - oldest, oldest
-
-
-class Buffered(NoiseHistory):
-    """One buffer for each exponential: b_i = sum_j rate_i^(j - 1) u_{t - j}."""
-
-    def __init__(self, correlation: BufferedToeplitz, steps: int) -> None:
-        super().__init__(correlation, steps)
-        scales, self._rates = correlation.exponentials(steps)
-        self._scales = self._series[0] * scales
-
-    def _factors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return -self._scales, self._rates, np.ones(self._kept)
 
 
 def _advance(noise: Noise, recurrence: NoiseRecurrence, std: float) -> list[Tensor]:
@@ -161,13 +132,6 @@ def _advance(noise: Noise, recurrence: NoiseRecurrence, std: float) -> list[Tens
 
 
 def history_of(correlation: Correlation, steps: int) -> NoiseHistory | None:
-    """The state of a new mechanism; None where steps are independent.
-
-    Raises:
-        TypeError: it is no `BandedToeplitz` or `BufferedToeplitz`.
-    """
-    if isinstance(correlation, BufferedToeplitz):
-        return Buffered(correlation, steps)
-    if not isinstance(correlation, BandedToeplitz):
-        raise TypeError(f"correlation must be a BandedToeplitz or a BufferedToeplitz; got {correlation!r}")
-    return Banded(correlation, steps) if min(correlation.bands, steps) > 1 else None
+    """The state of a new mechanism; None where steps are independent."""
+    independent = correlation.bands is not None and min(correlation.bands, steps) == 1
+    return None if independent else NoiseHistory(correlation, steps)

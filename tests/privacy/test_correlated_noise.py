@@ -20,7 +20,7 @@ from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.events import mechanism_of
 from ghostclip.ledger import Ledger
 from ghostclip.noise import BandedToeplitz, BufferedToeplitz, Correlation, noise_source
-from ghostclip.noise.history import Banded, history_of
+from ghostclip.noise.history import history_of
 from ghostclip.sampling import LogicalBatches
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")
@@ -232,7 +232,7 @@ def test_interrupted_noise_begins_a_new_mechanism(monkeypatch: pytest.MonkeyPatc
     engine, after = (engine_for(BandedToeplitz(bands=3)) for _ in range(2))
     runs.train(engine, 2, nothing)
     with monkeypatch.context() as patched:
-        patched.setattr(Banded, "_factors", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(BandedToeplitz, "recurrence", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             runs.train(engine, 1, nothing)
     assert engine.steps_taken == 3

@@ -253,7 +253,7 @@ def test_the_kernel_makes_the_noise_of_tensor_operations(correlation: Correlatio
         assert history.step == 12
         kept = history.state_dict()["kept"]
         ends.append(torch.cat([each.flatten() for each in (*sums, *kept)]))
-        now = NoiseRecurrence(kept, *history._factors(), 1.0, 1.0)
+        now = NoiseRecurrence(kept, *correlation.recurrence(correlation.series(12), 12), 1.0, 1.0)
         assert source.release_correlated(sums, now, 1.0, 1.0) == (by_kernel and library("normal") is not None)
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
