@@ -87,13 +87,19 @@ class Steps:
     def __iter__(self) -> Iterator[Tensor]:
         raise NotImplementedError
 
+    @property
+    def events(self) -> list[Event] | None:
+        """What the steps taken so far are charged as; None where nothing bounds it."""
+        return None
+
     def epsilon(self, accountant: str) -> float:
-        """What the steps taken so far spent; inf where nothing bounds it."""
-        return math.inf
+        """What the steps taken so far spent; inf where nothing bounds it. Composed anew: a report has few of them."""
+        events = self.events
+        return math.inf if events is None else epsilon_of(events, delta=self._settings.delta, accountant=accountant)
 
     def risk(self) -> Risk | None:
         """How well membership attacks can do against the steps taken so far; None where nothing bounds it."""
-        return None
+        return None if (events := self.events) is None else risk_of(events)
 
     @property
     def generator(self) -> str:
@@ -152,14 +158,10 @@ class Ghost(Steps):
             for batch in self.engine.batches():
                 yield self.engine.step(batch, cross_entropy).losses
 
-    def epsilon(self, accountant: str) -> float:
-        """See `Steps.epsilon`; composed anew, since a report has few of them."""
-        spent = self.engine.events
-        return epsilon_of(spent, delta=self.engine.target_delta, accountant=accountant)
-
-    def risk(self) -> Risk:
-        """See `Steps.risk`."""
-        return self.engine.risk()
+    @property
+    def events(self) -> list[Event]:
+        """See `Steps.events`: with all else that is in the ledger."""
+        return self.engine.events
 
     @property
     def limit(self) -> int | None:
@@ -208,17 +210,10 @@ class Naive(Steps):
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def epsilon(self, accountant: str) -> float:
-        """See `Steps.epsilon`."""
-        return epsilon_of([self._event], delta=self._settings.delta, accountant=accountant)
-
-    def risk(self) -> Risk:
-        """See `Steps.risk`."""
-        return risk_of([self._event])
-
     @property
-    def _event(self) -> Event:
-        return replace(self._batches.event(self._sigma), count=self._charged)
+    def events(self) -> list[Event]:
+        """See `Steps.events`."""
+        return [replace(self._batches.event(self._sigma), count=self._charged)]
 
 
 def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:

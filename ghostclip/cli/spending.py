@@ -54,7 +54,10 @@ def run_epsilon(arguments: argparse.Namespace) -> int:
     bound = accounting.risk_of([event]) if arguments.risk else None
     if arguments.json:
         found = {"epsilon": spent[chosen], "accountant": chosen, "epsilons": spent, **setting}
-        print_json(found | ({} if bound is None else _risk_figures(bound)))
+        if bound is not None:
+            rates = {f"{rate:g}": bound.true_positive_rate(rate) for rate in accounting.FALSE_POSITIVE_RATES}
+            found |= {"advantage": bound.advantage, "true_positive_rates": rates}
+        print_json(found)
     else:
         lines = [
             f"epsilon {value:.4g} ({name.upper()}{', a looser bound' if value > min(spent.values()) else ''})"
@@ -63,12 +66,6 @@ def run_epsilon(arguments: argparse.Namespace) -> int:
         attacks = [] if bound is None else [f"membership attacks: {bound}"]
         print(*lines, _in_words(event, arguments.delta), *attacks, sep="\n")
     return 0
-
-
-def _risk_figures(bound: accounting.Risk) -> dict[str, Any]:
-    """Advantage, and {false-positive rate: true-positive rate}."""
-    rates = {f"{rate:g}": bound.true_positive_rate(rate) for rate in accounting.FALSE_POSITIVE_RATES}
-    return {"advantage": bound.advantage, "true_positive_rates": rates}
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
