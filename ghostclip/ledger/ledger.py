@@ -201,7 +201,8 @@ class Account:
     @in_turn
     def noises(self) -> list[tuple[str, str]]:
         """(mode, generator) of the noise of all charges in the ledger, each once; a generator may be ""."""
-        return [noise for noise, count in self._journal.contents.noises.items() if count]
+        charges = self._journal.contents.charges.values()
+        return list(dict.fromkeys((charge.noise, charge.generator) for charge in charges if charge.spent.count))
 
     def close(self) -> None:
         """Gives the rest of the reserved block back and ends the account. In a forked process nothing is given back.

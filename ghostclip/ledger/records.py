@@ -100,7 +100,6 @@ class Contents:
         hashes: of all records, in order.
         charges: the intents by their record's number.
         totals: what each run spent, by its name: how often each event (of count 1).
-        noises: how many of all these had noise of which mode and generator, see `Charge`.
         size: bytes of whole lines.
         torn: a last line that a crash cut short.
         rest: what completes that line, where it is an intent of which only the end is missing; else empty. Completed,
@@ -110,7 +109,6 @@ class Contents:
     hashes: list[str] = field(default_factory=list)
     charges: dict[int, Charge] = field(default_factory=dict)
     totals: dict[str, Counter[Event]] = field(default_factory=lambda: defaultdict(Counter))
-    noises: Counter[tuple[str, str]] = field(default_factory=Counter)
     size: int = 0
     torn: bytes = b""
     rest: bytes = b""
@@ -137,17 +135,15 @@ class Contents:
         elif kind == "intent":
             event = decoded(record["event"])
             positive_int(count=event.count)
-            generator = record.get("generator", "")
-            self.charges[number] = Charge(event, 0, record["run"], record["noise"], record["time"], generator)
+            about = record["run"], record["noise"], record["time"], record.get("generator", "")
+            self.charges[number] = Charge(event, 0, *about)
             self.totals[record["run"]][replace(event, count=1)] += event.count
-            self.noises[record["noise"], generator] += event.count
         elif kind == "returned":
             charge, count = self.charges[record["of"]], positive_int(count=record["count"])
             if charge.returned or count > charge.event.count or charge.run != record["run"]:
                 raise ValueError(f"it returns {count} of record {record['of']}, which has fewer left to its run")
             self.charges[record["of"]] = replace(charge, returned=count)
             self.totals[record["run"]][replace(charge.event, count=1)] -= count
-            self.noises[charge.noise, charge.generator] -= count
         elif kind != "recovered":
             raise ValueError(f"its kind is {kind!r}, which version {VERSION} doesn't have")
         self.hashes.append(hash)
@@ -198,11 +194,7 @@ def _line(body: bytes, before: str) -> tuple[bytes, str]:
 
 
 def parsed(data: bytes, path: Any) -> Contents:
-    """What a ledger's bytes say, every CRC, hash and number checked.
-
-    Args:
-        data: the whole file.
-        path: its name, for messages.
+    """What a ledger's bytes say, every CRC, hash and number checked; ``path`` is for messages.
 
     Raises:
         LedgerError: it is damaged, of another version or no ledger at all; the message says where.
