@@ -131,7 +131,7 @@ class LogicalBatches:
         self._draws: Draws | None = None
         self.loop: Callable[[], _Loop | None] = lambda: None
         self._process = os.getpid()
-        self._epoch, self._taken, self._skip, self._staged = 0, 0, 0, False
+        self._epoch, self._taken, self._staged = 0, 0, False
         if given is not None:
             say_sampler_is_replaced(given, self.scheme.words)
         if self._users is None:
@@ -219,8 +219,7 @@ class LogicalBatches:
     def __iter__(self) -> Iterator[LogicalBatch]:
         generator = self._generator() if self._seeded is None else self._seeded
         if self._draws is not None:
-            self._epoch += 1
-        self._taken, self._skip = self._skip, 0
+            self._epoch, self._taken = self._epoch + 1, 0
         steps = len(self) - self._taken
         draws = Draws(generator, self._scheme_at, self._divide, steps, self._share[1] > 1, self._next_step())
         if self._loader.persistent_workers and self._draws is not None and not self._draws.over:
@@ -253,8 +252,7 @@ class LogicalBatches:
     def position(self, again: bool = False) -> tuple[int, int, Mapping[str, Any] | None]:
         """Where sampling stands: epochs that are over, batches taken in this one, the state of a seeded generator.
 
-        Args:
-            again: the batch handed out last counts as not taken.
+        With ``again`` the batch handed out last counts as not taken.
         """
         taken = self._taken - (again and self._taken > 0)
         epoch, taken = (self._epoch + 1, 0) if taken == len(self) else (self._epoch, taken)
@@ -264,7 +262,7 @@ class LogicalBatches:
 
     def resume(self, epoch: int, taken: int, state: Mapping[str, Any] | None) -> None:
         """Goes on from a `position`: the next loop gives what is left of its epoch. Loops before it are over."""
-        self._draws, self._epoch, self._taken, self._skip = None, epoch, taken, taken
+        self._draws, self._epoch, self._taken = None, epoch, taken
         if self._seeded is not None and state is not None:
             self._seeded.bit_generator.state = state
 
@@ -336,11 +334,7 @@ class _Epoch:
         self._in_step = True
 
     def next_batch(self, in_loop: bool) -> LogicalBatch:
-        """Draws the next one; raises StopIteration after the last.
-
-        Args:
-            in_loop: whether the loop that the batch before was given to is still there.
-        """
+        """Draws the next one, or StopIteration; ``in_loop``: whether the loop of the batch before is still there."""
         # Where one of these refuses, the batch before is as it was and may still have its step.
         self._plan.check_size()
         self._plan.owner.ready(left=self._turn == 0 and not in_loop)

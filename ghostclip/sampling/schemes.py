@@ -225,12 +225,7 @@ class Cyclic(CyclicPoisson):
 
 
 def drawn_groups(scheme: CyclicPoisson, generator: Any) -> np.ndarray:
-    """A group for each unit, int32 [population]: independent and uniform, or of equal sizes.
-
-    Args:
-        scheme: says how many groups, and of what sizes.
-        generator: as for `Scheme.draw`; it has ``binomial`` and ``choice`` only.
-    """
+    """A group for each unit, int32 [population]: independent and uniform, or of equal sizes."""
     found, rest = np.empty(scheme.population, np.int32), np.arange(scheme.population)
     for group in range(scheme.separation):
         left = scheme.separation - group
