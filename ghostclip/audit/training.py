@@ -170,9 +170,7 @@ class Training:
         self, model: nn.Module, optimizer: Optimizer, data: TensorDataset, batch_size: int, self_check: bool = True
     ) -> PrivacyEngine:
         """An engine with the training's clipping, noise and passes over another model and other data."""
-        options = dict(self.options)
-        if self.by_turns:
-            options["sampling"] = self.sampling
+        options = {**self.options, "sampling": self.sampling}
         if self.correlation is not None:
             options |= {"correlation": self.correlation, "steps": self.steps}
         return PrivacyEngine(
