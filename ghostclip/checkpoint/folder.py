@@ -60,13 +60,8 @@ def replace_folder(
 ) -> None:
     """Makes ``place`` a folder of ``files``; what was there becomes the previous one, if it is ``intact``.
 
-    Args:
-        place: absolute.
-        files: {name: content}.
-        private: names that only the owner may read.
-        known: names that a folder may hold to be replaced.
-        intact: whether a folder is worth keeping.
-        mode: of the folder, before the umask.
+    Only the owner may read ``private`` files. A folder that is replaced may hold ``known`` names and no others.
+    ``mode`` is the folder's, before the umask.
 
     Raises:
         PrivacyError: something else is in the way, or another process is writing here.

@@ -53,11 +53,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class CommandParser(OneLineParser):
-    """A command's parser, which gets its arguments when the command was given.
-
-    Args:
-        prepare: adds the arguments to the parser that it is called with, once.
-    """
+    """A command's parser, to which ``prepare`` adds the arguments when the command was given."""
 
     def __init__(self, *, prepare: Callable[[OneLineParser], None], **options: Any) -> None:
         super().__init__(**options)

@@ -45,16 +45,10 @@ def record_of(
     command: str | None = None,
     weights: str | None = None,
 ) -> Record:
-    """Everything a report tells.
+    """Everything a report tells, of all runs, the main one first.
 
-    Args:
-        data: that was trained on.
-        outcomes: of all runs, the main one first.
-        page: count the test examples of each class by their predicted class, too, and where the first run was private
-            measure every training example's gradient norm.
-        speeds: time a step of the main methods too.
-        command: that is being run.
-        weights: file beside the report that has the first run's.
+    For a ``page`` it counts the test examples of each class by their predicted class, too, and where the first run was
+    private measures every training example's gradient norm. With ``speeds`` it times a step of the main methods.
     """
     first, main, timed, snapshot = outcomes[0], outcomes[0].settings, {}, None
     runs, shown = _counted(data, outcomes) if page else ([outcome.run for outcome in outcomes], [])
@@ -103,9 +97,7 @@ def confusion(classes: Tensor, labels: Tensor, number: int) -> list[list[int]]:
 def misread_digits(data: Data, predictions: Mapping[str, Tensor]) -> list[ShownExample]:
     """Of each digit the test image that most models misread, the first of several; public images, so digits alone.
 
-    Args:
-        data: with the test images.
-        predictions: {training: predicted classes [N]}.
+    ``predictions`` is {training: predicted classes [N]}.
     """
     if data.name != "digits":
         return []

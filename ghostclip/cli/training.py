@@ -142,16 +142,10 @@ def train(
     keeping: Keeping | None = None,
     epoch: int | None = None,
 ) -> Outcome:
-    """Trains once and evaluates on the test part.
+    """Trains once and evaluates on the test part, after each epoch of so many steps too, or at the end only.
 
-    Args:
-        settings: what to train and how.
-        data: both parts.
-        name: of the run, for tables and plots.
-        watch: told of every step.
-        marks: steps after which epsilon is computed, for ``watch`` and the curve.
-        keeping: of checkpoints, for the methods that are engines.
-        epoch: steps of an epoch, to evaluate after each; None: at the end only.
+    ``watch`` is told of every step, and of epsilon, which is computed after the steps at the ``marks``. Checkpoints are
+    kept for the methods that are engines.
     """
     model = build(settings.model, data, settings.seed)
     # Where a run goes on, its mean was released, and is in the checkpoint.

@@ -140,12 +140,7 @@ def square_root_series(size: int) -> np.ndarray:
 
 
 def inverse_series(series: Tensor, size: int) -> Tensor:
-    """The power series g [size] with c * g = 1, by Newton's iteration; differentiable.
-
-    Args:
-        series: c, float64, c[0] = 1.
-        size: how many terms.
-    """
+    """The power series g [size] with c * g = 1, by Newton's iteration; differentiable. ``series`` is c, c[0] = 1."""
     found = torch.ones(1, dtype=series.dtype)
     while (known := len(found)) < size:
         part = series[: 2 * known]

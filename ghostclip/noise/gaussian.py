@@ -47,6 +47,8 @@ WORK = 32
 class Normal:
     """A stream of independent normal numbers, made of random words.
 
+    Where a stream takes a ``seed``, None is for a key of the operating system's entropy: 256 bits on the CPU, else 64.
+
     Attributes:
         position: how far the stream has come, as plain data; kept of repeatable streams only.
         generator: where the words come from, in words.
@@ -74,14 +76,9 @@ def normal_on(device: torch.device, seed: int | None) -> Normal:
 
 
 class ChaCha(Normal):
-    """Normal numbers on the CPU from the key stream of ChaCha12 (RFC 8439 with 12 rounds).
+    """Normal numbers on the CPU from the key stream of ChaCha12 (RFC 8439 with 12 rounds), by ``compiled`` normal.c.
 
-    Args:
-        compiled: normal.c.
-        seed: None for a key of 256 bits of the operating system's entropy.
-
-    Attributes:
-        position: the number of blocks taken from the key stream.
+    Its position is the number of blocks taken from the key stream.
     """
 
     generator = "ChaCha12, a cipher, in a C kernel"
@@ -153,11 +150,7 @@ class ChaCha(Normal):
 
 
 class Aes(Normal):
-    """Normal numbers on the CPU from the key stream of AES-256 in counter mode, where no C kernel can be had.
-
-    Args:
-        seed: None for a key of 256 bits of the operating system's entropy.
-    """
+    """Normal numbers on the CPU from the key stream of AES-256 in counter mode, where no C kernel can be had."""
 
     generator = "AES-256, a cipher, in OpenSSL"
 
@@ -182,12 +175,7 @@ class Aes(Normal):
 
 
 class DeviceNormal(Normal):
-    """Normal numbers by torch's generator of a device.
-
-    Args:
-        device: where the numbers are needed.
-        seed: None for 64 bits of the operating system's entropy.
-    """
+    """Normal numbers by torch's generator of a device."""
 
     def __init__(self, device: torch.device, seed: int | None = None) -> None:
         self.generator = f"torch's generator of {device.type} with a seed of 64 bits, no cipher"

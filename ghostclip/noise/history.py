@@ -106,11 +106,7 @@ class NoiseHistory:
         return {"step": self.step, "std": self._std, "kept": list(self._state)}
 
     def load_state_dict(self, state: Mapping[str, Any], like: Sequence[Tensor]) -> None:
-        """Takes back what `state_dict` gave.
-
-        Args:
-            like: tensors on the devices where sums will be.
-        """
+        """Takes back what `state_dict` gave; ``like`` are tensors on the devices where sums will be."""
         self.step, self._std, self.whole = state["step"], state["std"], True
         self._state = [kept.to(each.device, copy=True) for kept, each in zip(state["kept"], like, strict=False)]
 

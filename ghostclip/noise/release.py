@@ -123,12 +123,7 @@ def check_release(sums: Sequence[Tensor], std: float, divisor: float) -> None:
 
 
 def on_flat(like: Sequence[Tensor], make: Callable[[list[Tensor]], Tensor]) -> list[Tensor]:
-    """Tensors of the shapes of ``like``, as views of what ``make`` returns for those of one device and type.
-
-    Args:
-        like: tensors.
-        make: gets some of them, and returns a vector of as many numbers as they have.
-    """
+    """Tensors of the shapes of ``like``, as views of vectors: ``make`` gets those of one device and type together."""
     views: list[Tensor] = [torch.empty(0)] * len(like)
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(like):
