@@ -1,4 +1,4 @@
-"""The command line: one table of commands, whose modules are imported when their command is parsed."""
+"""The command line: one table of commands, whose modules are imported when their command is given."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import ghostclip
-from ghostclip.cli.arguments import CommandParser, OneLineParser
+from ghostclip.cli.arguments import OneLineParser
 from ghostclip.cli.progress import log_on_stderr
 from ghostclip.errors import GhostClipError
 
@@ -52,13 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None for the process's own.
     """
     try:
-        parser = _parser()
-        arguments = parser.parse_args(argv)
+        given = sys.argv[1:] if argv is None else argv
+        parser = _parser(given)
+        arguments = parser.parse_args(given)
         status = 0
         if arguments.command is None:
             parser.print_help()
         else:
-            arguments.command_line = shlex.join(["ghostclip", *(sys.argv[1:] if argv is None else argv)])
+            arguments.command_line = shlex.join(["ghostclip", *given])
             with log_on_stderr():
                 status = arguments.run(arguments)
         sys.stdout.flush()
@@ -94,18 +94,20 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _parser() -> OneLineParser:
-    """The parser of all commands."""
+def _parser(given: Collection[str] = COMMANDS) -> OneLineParser:
+    """The parser of all commands, with the arguments of those that are among what was ``given``."""
     parser = OneLineParser(
         prog="ghostclip",
         description="Differentially private training with exact per-example gradient clipping.",
         epilog="example: ghostclip train --model oriented --data digits --report reports/demo",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions and kernels, and exit")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
         about = f"{summary[0].upper()}{summary[1:]}"
-        commands.add_parser(name, help=summary, description=about, prepare=partial(_prepare, name, module))
+        command = commands.add_parser(name, help=summary, description=about)
+        if name in given:
+            _prepare(name, module, command)
     return parser
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 __all__ = [
-    "CommandParser",
     "Joined",
     "OneLineParser",
     "UsageError",
@@ -47,28 +46,17 @@ class OneLineParser(argparse.ArgumentParser):
         hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(choices)}"
         raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
 
-    def error(self, message: str) -> NoReturn:
-        """Raises UsageError with argparse's message and where help is."""
-        raise UsageError(f"{message} (see {self.prog} --help)")
-
-
-class CommandParser(OneLineParser):
-    """A command's parser, to which ``prepare`` adds the arguments when the command was given."""
-
-    def __init__(self, *, prepare: Callable[[OneLineParser], None], **options: Any) -> None:
-        super().__init__(**options)
-        self._prepare: Callable[[OneLineParser], None] | None = prepare
-
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, which calls it with what follows the command's name."""
-        prepare, self._prepare = self._prepare, None
-        if prepare is not None:
-            prepare(self)
+        """As argparse's; an unknown option that is like a known one is refused with the latter's name."""
         found, unknown = super().parse_known_args(args, namespace)
         for option in unknown:
             if near := difflib.get_close_matches(option.partition("=")[0], self._option_string_actions, n=1):
                 self.error(f"unrecognized argument {option}; did you mean {near[0]}?")
         return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UsageError with argparse's message and where help is."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 class Joined(argparse.Action):
