@@ -3,8 +3,7 @@
 from torch.nn import Module
 
 from ghostclip.models.networks import CNN, MLP, LSTMClassifier, RNNClassifier, TransformerClassifier
-from ghostclip.models.oriented import OrientedCNN
-from ghostclip.models.oriented_linear import OrientedLinear
+from ghostclip.models.oriented import OrientedCNN, OrientedLinear
 from ghostclip.validate import one_of, positive_int
 
 __all__ = [
