@@ -60,14 +60,6 @@ class _Plot(NamedTuple):
     draw: Callable[[], bytes]
 
 
-class _Image(NamedTuple):
-    """A plot as PNG files, for pages on light and on dark ground."""
-
-    plot: _Plot
-    light: bytes
-    dark: bytes
-
-
 class _Meaning(NamedTuple):
     """What an epsilon says: the factor between probabilities, and how often a guess about one example can be right."""
 
@@ -117,11 +109,12 @@ def write(record: Record, folder: str | Path) -> Path:
         OSError: a file can't be written.
         ModuleNotFoundError: matplotlib or jinja2 is not installed.
     """
-    path, images = prepare(folder), []
+    path = prepare(folder)
+    images: list[dict[str, Any]] = []  # each plot with its PNG for pages on light and on dark ground
     for plot in _plots(record):
         light = plot.draw()
         with plots.dark():
-            images.append(_Image(plot, light, plot.draw()))
+            images.append({"plot": plot, "light": light, "dark": plot.draw()})
         (path / plot.file).write_bytes(light)
     (path / FIGURES).write_text(json.dumps(figures(record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (path / PAGE).write_text(_page(record, images), encoding="utf-8")
@@ -249,7 +242,7 @@ def _mistaken(groups: Sequence[RunGroup]) -> list[RunGroup]:
     return list(first.values()) if len(first) > 1 else [*known[:1], *known[1:][-1:]]
 
 
-def _page(record: Record, images: list[_Image]) -> str:
+def _page(record: Record, images: list[dict[str, Any]]) -> str:
     """The HTML page."""
     import jinja2
 

@@ -63,18 +63,11 @@ def heatmap(found: Mapping[str, Any], value: str = "median_norm") -> bytes:
     axes.invert_yaxis()
     _label(axes, f"{about[0].upper()}{about[1:]}\n({NOT_PRIVATE})", "step", "")
     axes.grid(visible=False)
-    _whole_ticks(axes)
+    axes.locator_params(axis="x", integer=True)
     bar = figure.colorbar(image, ax=axes, label=about)
     if logarithmic:
         _log_ticks(bar.ax.yaxis, low, high)
     return _png(figure)
-
-
-def _whole_ticks(axes: Axes) -> None:
-    """Steps are whole numbers."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def histograms(found: Mapping[str, Any], groups: Sequence[str] | None = None) -> bytes:
@@ -155,7 +148,7 @@ def threshold_paths(found: Mapping[str, Any]) -> bytes:
     axes.plot([], [], color=GREY, linewidth=0.8, label="thin: median norm")
     axes.set_yscale("log")
     _log_ticks(axes.yaxis, *axes.get_ylim())
-    _whole_ticks(axes)
+    axes.locator_params(axis="x", integer=True)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False)
     return _png(figure)
 
