@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from ghostclip.accounting.divergences import deltas_by_divergences
-from ghostclip.accounting.losses import composed, epsilon_at, grid_interval
+from ghostclip.accounting.losses import composed, grid_interval
 from ghostclip.accounting.spent import LEAST_NOISE, Setting, epsilon_of, sampled_releases, selections
 from ghostclip.events import Event, Selection
-from ghostclip.validate import open_fraction, positive, probability, whole
+from ghostclip.validate import positive, probability, whole
 
 __all__ = ["FALSE_POSITIVE_RATES", "Risk", "risk", "risk_of"]
 
@@ -125,40 +125,43 @@ def risk_of(events: Iterable[Event], *, delta: float | None = None, coarser: int
     Raises:
         ValueError, TypeError: an argument is out of range, or the events are about different neighbours.
     """
-    if delta is not None:
-        open_fraction(delta=delta)
     events = list(events)
+    spent = None if delta is None else epsilon_of(events, delta=delta, coarser=coarser)
+    return Risk(_curves(events, coarser), delta, spent)
+
+
+def _curves(events: Sequence[Event], coarser: int) -> list[Curve]:
+    """One for each order of the two neighbours, or one that holds for both."""
     if selections(events):
-        return _risk_by_divergences(events, delta)
+        return [_curve_by_divergences(events)]
     happened = sampled_releases(events)
     if not happened:
-        return Risk([NO_ATTACK], delta, delta and 0.0)
+        return [NO_ATTACK]
     if any(event.noise_multiplier < LEAST_NOISE for event in happened):
-        return Risk([ALWAYS_RIGHT], delta, delta and math.inf)
+        return [ALWAYS_RIGHT]
     try:
         loss = composed(happened, coarser * grid_interval(happened))
     except OverflowError:  # losses too large for floating point
-        return Risk([ALWAYS_RIGHT], delta, delta and math.inf)
+        return [ALWAYS_RIGHT]
     orders = [loss._pmf_remove] if loss._symmetric else [loss._pmf_remove, loss._pmf_add]
-    return Risk([_curve(order) for order in orders], delta, delta and epsilon_at(delta, loss, happened))
+    return [_curve(order) for order in orders]
 
 
-def _risk_by_divergences(events: Sequence[Event], delta: float | None) -> Risk:
+def _curve_by_divergences(events: Sequence[Event]) -> Curve:
     """With a selection among the events, of which only Rényi divergences are known.
 
     Releases that are (epsilon, delta)-private allow true-positive rates up to delta + exp(epsilon) a and up to
     1 - exp(-epsilon) (1 - delta - a) at a false-positive rate a (Kairouz, Oh, Viswanath 2015, theorem 2.1). The least
     over epsilons is taken at the right end of each interval between false-positive rates.
     """
-    spent = None if delta is None else epsilon_of(events, delta=delta)
-    if epsilon_of(events, delta=LEAST_RATE) == math.inf:
-        return Risk([ALWAYS_RIGHT], delta, spent)
-    epsilons, wrong = np.linspace(0.0, epsilon_of(events, delta=LEAST_RATE), 200), np.geomspace(LEAST_RATE, 1.0, 2000)
+    if (largest := epsilon_of(events, delta=LEAST_RATE)) == math.inf:
+        return ALWAYS_RIGHT
+    epsilons, wrong = np.linspace(0.0, largest, 200), np.geomspace(LEAST_RATE, 1.0, 2000)
     releases = sampled_releases(event for event in events if not isinstance(event, Selection))
     deltas = deltas_by_divergences([*releases, *selections(events)], list(epsilons))[:, None]
     grown = np.exp(epsilons)[:, None]
     right = np.minimum(deltas + grown * wrong, 1.0 - (1.0 - deltas - wrong) / grown).min(0).clip(0.0, 1.0)
-    return Risk([(np.concatenate([[0.0], wrong[:-1], [1.0]]), np.concatenate([right, [1.0]]))], delta, spent)
+    return np.concatenate([[0.0], wrong[:-1], [1.0]]), np.concatenate([right, [1.0]])
 
 
 def _curve(order: Any) -> Curve:

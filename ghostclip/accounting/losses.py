@@ -19,7 +19,6 @@ from ghostclip.events import FixedSizeGaussian, SampledGaussian, SampledRelease,
 __all__ = [
     "PLD_INTERVAL",
     "composed",
-    "epsilon_at",
     "epsilon_by_losses",
     "grid_interval",
     "is_gaussian",
@@ -44,20 +43,16 @@ OFF_BY = 2.0**-52
 def epsilon_by_losses(events: Sequence[SampledRelease], delta: float, coarser: int = 1) -> float:
     """Epsilon of at least one event, all with noise, on a grid ``coarser`` times as wide; of Gaussians exactly.
 
-    inf where losses are so large that floating point can't say by how much.
+    inf where losses are so large that floating point can't say by how much, and where rounding may hide the delta.
     """
     if all(map(is_gaussian, events)) and (found := _by_formula(events, delta)) > SMALLEST:
         return found
     try:
-        return epsilon_at(delta, composed(events, coarser * grid_interval(events)), events)
+        loss = composed(events, coarser * grid_interval(events))
+        left = delta - lost_in_transforms(sum(event.count for event in events))
+        return float(loss.get_epsilon_for_delta(left)) if left > 0 else math.inf
     except OverflowError:
         return math.inf
-
-
-def epsilon_at(delta: float, loss: Any, events: Sequence[SampledRelease]) -> float:
-    """Epsilon at ``delta`` of events whose loss distribution was `composed`; inf where rounding may hide the delta."""
-    left = delta - lost_in_transforms(sum(event.count for event in events))
-    return float(loss.get_epsilon_for_delta(left)) if left > 0 else math.inf
 
 
 def lost_in_transforms(releases: int) -> float:
