@@ -4137,7 +4137,7 @@ NOISE_OVER_STEPS = [
         "buffers that don't decay",
         "ghostclip/noise/buffered.py",
         "return -series[0] * scales, rates,",
-        "return -series[0] * scales, np.ones(self.number),",
+        "return -series[0] * scales, np.ones(self.buffers),",
         CORRELATED,
     ),
     Mutant(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -32,26 +33,15 @@ class BufferedToeplitz(Correlation):
         ValueError, TypeError: ``buffers`` is no whole number >= 1.
     """
 
-    number: int
+    buffers: int = 3
+    bands: ClassVar[None] = None  # C is not banded
 
-    def __init__(self, buffers: int = 3) -> None:
-        object.__setattr__(self, "number", positive_int(buffers=buffers))
-
-    def __repr__(self) -> str:
-        return f"BufferedToeplitz(buffers={self.number})"
-
-    @property
-    def bands(self) -> None:
-        """None: C is not banded."""
-
-    @property
-    def buffers(self) -> int:
-        """As given."""
-        return self.number
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "buffers", positive_int(buffers=self.buffers))
 
     def exponentials(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """Weights and decay rates, [buffers] each, with the smallest error over so many steps."""
-        return _optimal_exponentials(self.number, positive_int(steps=steps))
+        return _optimal_exponentials(self.buffers, positive_int(steps=steps))
 
     def series(self, steps: int) -> np.ndarray:
         """See `Correlation.series`."""
@@ -62,7 +52,7 @@ class BufferedToeplitz(Correlation):
     def recurrence(self, series: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `Correlation.recurrence`: one buffer for each exponential, b_i = sum_j rate_i^(j - 1) u_{t - j}."""
         scales, rates = self.exponentials(len(series))
-        return -series[0] * scales, rates, np.ones(self.number)
+        return -series[0] * scales, rates, np.ones(self.buffers)
 
 
 def _series(weights: Tensor, rates: Tensor, steps: int) -> Tensor:

@@ -182,10 +182,6 @@ class Lattice:
         x = Fraction(self._layers.widths[layer]) * Fraction((digits << MORE) + more[0], 1 << (ENOUGH + MORE))
         if not self._layers.certainly_under(layer, x, Fraction((height << MORE) + more[1], 1 << (53 + MORE))):
             return None
-        limit = Fraction(LIMIT)
-        if math.isfinite(total):
-            exact = Fraction(total) / Fraction(self._divisor) / Fraction(self.step)
-            target = min(max(exact, -limit), limit)
-        else:
-            target = Fraction(0) if math.isnan(total) else Fraction(math.copysign(LIMIT, total))
+        limit, sum_ = Fraction(LIMIT), Fraction(float(np.nan_to_num(total, nan=0.0)))
+        target = min(max(sum_ / Fraction(self._divisor) / Fraction(self.step), -limit), limit)
         return math.floor(target + Fraction(sign) * Fraction(self.spread) * x + Fraction(1, 2))

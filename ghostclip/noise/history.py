@@ -36,7 +36,6 @@ class NoiseHistory:
     def __init__(self, correlation: Correlation, steps: int) -> None:
         self._correlation = correlation
         self._series, self._norms = correlation.series(steps), correlation.column_norms(steps)
-        self._kept = min(correlation.buffers, steps - 1) if correlation.bands is not None else correlation.buffers
         self.steps, self.step, self.whole = steps, 0, True
         self._growth = correlation.growth(steps)
         self._state: list[Tensor] = []
@@ -92,10 +91,10 @@ class NoiseHistory:
     def _begin(self, like: Sequence[Tensor], std: float) -> NoiseRecurrence:
         """How the next step's noise follows; until `_end` the mechanism isn't whole."""
         self._std = max(std, self._std)
-        if not self._state:
-            self._state = [tensor.new_zeros(self._kept, *tensor.shape) for tensor in like]
         self.whole = False
         factors = self._correlation.recurrence(self._series, self.step)
+        if not self._state:
+            self._state = [tensor.new_zeros(len(factors[0]), *tensor.shape) for tensor in like]
         return NoiseRecurrence(self._state, *factors, float(self._series[0]), float(self._norms[self.step]))
 
     def _end(self) -> None:
