@@ -4555,8 +4555,8 @@ USED = [
     Mutant(
         "each block of an Arrow table is held to be of other rows",
         "ghostclip/sampling/loading.py",
-        "self._blocks.setdefault(block, len(self._blocks))",
-        "self._blocks.setdefault(object(), len(self._blocks))",
+        "blocks.setdefault(block, len(blocks))",
+        "blocks.setdefault(object(), len(blocks))",
         ("tests/privacy/test_sampling.py", "-k", "arrow"),
     ),
     Mutant(

@@ -193,35 +193,31 @@ def _of_table(dataset: Any) -> np.ndarray | None:
     return indices.column(0).to_numpy().astype(np.int64)
 
 
-class _StoredRows:
-    """Numbers for the rows of Arrow tables, by where they lie in memory: one row that two tables hold has one."""
+def _stored_rows(table: Any, rows: np.ndarray | None, blocks: dict[Any, int]) -> np.ndarray:
+    """Numbers for rows of an Arrow table (None: for all), by where they lie in memory: what two tables hold has one.
 
-    def __init__(self) -> None:
-        self._blocks: dict[Any, int] = {}
-
-    def numbers(self, table: Any, rows: np.ndarray | None) -> np.ndarray:
-        """Of some rows of a table; None: of all. A table of several others has their blocks, which it doesn't copy."""
-        starts, firsts, total = [], [], 0
-        for batch in table.to_batches():
-            first = batch.columns[0].offset
-            block = tuple(
-                (each.offset - first, *(buffer and buffer.address for buffer in each.buffers()))
-                for each in batch.columns
-            )
-            starts.append(total)
-            firsts.append((self._blocks.setdefault(block, len(self._blocks)) << MOST_ROWS) + first - total)
-            total += len(batch)
-        rows = np.arange(total) if rows is None else np.where(rows < 0, rows + total, rows)
-        return rows + np.asarray(firsts)[np.searchsorted(starts, rows, "right") - 1]
+    A table of several others has their blocks, which it doesn't copy. ``blocks`` are those seen so far, by number.
+    """
+    starts, firsts, total = [], [], 0
+    for batch in table.to_batches():
+        first = batch.columns[0].offset
+        block = tuple(
+            (each.offset - first, *(buffer and buffer.address for buffer in each.buffers())) for each in batch.columns
+        )
+        starts.append(total)
+        firsts.append((blocks.setdefault(block, len(blocks)) << MOST_ROWS) + first - total)
+        total += len(batch)
+    rows = np.arange(total) if rows is None else np.where(rows < 0, rows + total, rows)
+    return rows + np.asarray(firsts)[np.searchsorted(starts, rows, "right") - 1]
 
 
 def _has_row_twice(dataset: Any) -> bool:
     """Whether a row can be seen to come several times; indices may be of any kind."""
-    whole, picked, stored = set[int](), dict[int, list[np.ndarray]](), _StoredRows()
+    whole, picked, blocks = set[int](), dict[int, list[np.ndarray]](), dict[Any, int]()
     with suppress(Exception):
         for inner, rows in _parts(dataset):
             if hasattr(table := getattr(inner, "_data", None), "to_batches"):
-                picked.setdefault(id(stored), []).append(stored.numbers(table, rows))
+                picked.setdefault(id(blocks), []).append(_stored_rows(table, rows, blocks))
             elif rows is not None:
                 picked.setdefault(id(inner), []).append(rows)
             elif id(inner) in whole:
