@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ghostclip.accounting import success_probability
+from ghostclip.accounting.divergences import SHAPES
 
 __all__ = ["draw_runs", "draw_settings"]
-
-# Shapes of the truncated negative binomial distribution.
-NAMED = {"geometric": 1.0, "logarithmic": 0.0}
 
 
 def draw_runs(expected_runs: float, distribution: str | float) -> int:
@@ -23,7 +21,7 @@ def draw_runs(expected_runs: float, distribution: str | float) -> int:
     generator = np.random.default_rng()
     if distribution == "poisson":
         return int(generator.poisson(expected_runs))
-    shape = NAMED[distribution] if isinstance(distribution, str) else distribution
+    shape = SHAPES[distribution] if isinstance(distribution, str) else distribution
     gamma = success_probability(expected_runs, shape)
     left, count = float(generator.random()), 1
     log_gamma = np.log(gamma)
