@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 
@@ -13,8 +13,8 @@ import scipy
 
 from ghostclip.accounting.losses import is_gaussian
 from ghostclip.accounting.spent import ACCOUNTANTS, Setting, accountants_for, sampled_releases
-from ghostclip.accounting.targets import EpsilonTarget, Target, excess_epsilon, target_of
-from ghostclip.events import Event, SampledRelease
+from ghostclip.accounting.targets import Target, target_of
+from ghostclip.events import Event
 from ghostclip.native.notices import slow_work
 from ghostclip.validate import one_of, open_fraction, positive, whole
 
@@ -79,7 +79,7 @@ def noise_for(
     Raises:
         ValueError, TypeError: as `noise_multiplier`.
     """
-    return _noise_within(EpsilonTarget(target_epsilon, delta, accountant), events_of)
+    return _noise_within(target_of(target_epsilon, None, delta, accountant), events_of)
 
 
 def _noise_within(target: Target, events_of: Callable[[float], Sequence[Event]]) -> float:
@@ -87,15 +87,11 @@ def _noise_within(target: Target, events_of: Callable[[float], Sequence[Event]])
     events = sampled_releases(events_of(1.0))
     if not events:
         return 0.0
-    with _announced(target, events):
+    # RDP takes milliseconds, and so does the closed form for Gaussians.
+    quick = target.accountant == "rdp" or (target.delta is not None and all(map(is_gaussian, events)))
+    about = "looking for the least noise within %s; this takes seconds"
+    with nullcontext() if quick else slow_work("calibrating the noise", about, target):
         return _least_noise(events_of, events, target)
-
-
-def _announced(target: Target, events: Sequence[SampledRelease]) -> AbstractContextManager[object]:
-    """RDP takes milliseconds, and so does the closed form for Gaussians."""
-    if target.accountant == "rdp" or (isinstance(target, EpsilonTarget) and all(map(is_gaussian, events))):
-        return nullcontext()
-    return slow_work("calibrating the noise", "looking for the least noise within %s; this takes seconds", target)
 
 
 def _least_noise(events_of: Callable[[float], Sequence[Event]], events: Sequence[Event], target: Target) -> float:
@@ -112,10 +108,7 @@ def _least_noise(events_of: Callable[[float], Sequence[Event]], events: Sequence
         start, step = _start_by_coarse_grid(excess, start)
     few, enough = _bracket(excess, start, step, *NOISE_LIMITS)
     if enough is None:
-        raise ValueError(
-            f"{target.given} can't be reached: {target.accountant!r} gives more for steps={steps} at "
-            f"sample_rate={rate!r}{target.where}, however large the noise; raise {target.raised}, or take fewer steps"
-        )
+        raise target.unreachable(steps, rate)
     if few is None:
         return math.exp(enough)
     return math.exp(_last_within(excess, few, enough, TOLERANCE))
@@ -185,7 +178,7 @@ def affordable(
 
     @cache
     def excess(count: int, accountant: str = accountant) -> float:
-        return excess_epsilon([*spent, replace(event, count=count)], max_epsilon, delta, accountant)
+        return Target(max_epsilon, delta, accountant).excess([*spent, replace(event, count=count)])
 
     start = 1
     if all("rdp" in accountants_for(each) for each in (event, *spent)):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TypeAlias
 
 import numpy as np
 
@@ -13,83 +13,57 @@ from ghostclip.accounting.spent import ACCOUNTANTS, epsilon_of
 from ghostclip.events import Event
 from ghostclip.validate import one_of, open_fraction, positive
 
-__all__ = ["AdvantageTarget", "EpsilonTarget", "Target", "excess_epsilon", "target_of"]
+__all__ = ["Target", "target_of"]
 
 # Where the closed form still has numbers; the start need not be good.
 MOST_TO_START_FROM = 1e4
 
 
-class EpsilonTarget:
-    """An epsilon that events must stay within.
-
-    Args:
-        target_epsilon: finite, > 0.
-        delta, accountant: as for `epsilon`.
+@dataclass(frozen=True)
+class Target:
+    """An epsilon at ``delta`` that events must stay within; or an advantage of membership attacks, which has no delta.
 
     Attributes:
-        accountant: as given.
-        given, where, raised: the target, where it holds and what to raise, for messages.
-
-    Raises:
-        ValueError, TypeError: an argument is out of range.
+        most: that epsilon, or advantage.
+        delta: where the epsilon is; None for an advantage.
+        accountant: as for `epsilon`; "pld" for an advantage.
     """
 
-    def __init__(self, target_epsilon: float, delta: float, accountant: str) -> None:
-        self._epsilon, self._delta = positive(target_epsilon=target_epsilon), open_fraction(delta=delta)
-        self.accountant = one_of(ACCOUNTANTS, accountant=accountant)
-        self.given, self.where = f"target_epsilon={self._epsilon!r}", f" and delta={self._delta!r}"
-        self.raised = "target_epsilon or delta"
+    most: float
+    delta: float | None = None
+    accountant: str = "pld"
 
     def __str__(self) -> str:
-        return f"epsilon {self._epsilon:g} at delta {self._delta:g}"
+        if self.delta is None:
+            return f"an advantage of {self.most:g}"
+        return f"epsilon {self.most:g} at delta {self.delta:g}"
 
-    def excess(self, events: Sequence[Event], coarser: int) -> float:
-        """Epsilon above the target, on a grid ``coarser`` times as wide."""
-        return excess_epsilon(events, self._epsilon, self._delta, self.accountant, coarser)
+    def excess(self, events: Sequence[Event], coarser: int = 1) -> float:
+        """How far events are above it, on a grid ``coarser`` times as wide; finite, as a root finder needs it."""
+        if self.delta is None:
+            return risk_of(events, coarser=coarser).advantage - self.most
+        return min(epsilon_of(events, delta=self.delta, accountant=self.accountant, coarser=coarser) - self.most, 1e6)
 
     @property
     def mu(self) -> float:
-        """Sensitivity over noise of the one Gaussian release that spends the target: a start (Dong et al. 2019)."""
+        """Sensitivity over noise of the one Gaussian release that spends it: a start (Dong et al. 2019)."""
+        if self.delta is None:  # the advantage of that release is 2 Phi(mu / 2) - 1
+            return 2.0 * NormalDist().inv_cdf((1.0 + self.most) / 2.0)
         from dp_accounting import gaussian_mechanism
 
         # Where two logarithms are rounded to the same number, a difference of probabilities is 0 and its logarithm
         # -inf, which is on the right side of the root. Which sigma that happens at depends on the processor.
         with np.errstate(divide="ignore"):
-            return 1.0 / gaussian_mechanism.get_sigma_gaussian(min(self._epsilon, MOST_TO_START_FROM), self._delta)
+            return 1.0 / gaussian_mechanism.get_sigma_gaussian(min(self.most, MOST_TO_START_FROM), self.delta)
 
-
-class AdvantageTarget:
-    """The advantage of a membership attack that events must stay within, by PLD.
-
-    Args:
-        target_advantage: in (0, 1).
-
-    Attributes: as of `EpsilonTarget`.
-
-    Raises:
-        ValueError, TypeError: it is out of range.
-    """
-
-    accountant, where, raised = "pld", "", "target_advantage"
-
-    def __init__(self, target_advantage: float) -> None:
-        self._advantage = open_fraction(target_advantage=target_advantage)
-        self.given = f"target_advantage={self._advantage!r}"
-
-    def __str__(self) -> str:
-        return f"an advantage of {self._advantage:g}"
-
-    def excess(self, events: Sequence[Event], coarser: int) -> float:
-        """The advantage above the target, on a grid ``coarser`` times as wide."""
-        return risk_of(events, coarser=coarser).advantage - self._advantage
-
-    @property
-    def mu(self) -> float:
-        """Sensitivity over noise of the one Gaussian release of that advantage, which is 2 Phi(mu / 2) - 1."""
-        return 2.0 * NormalDist().inv_cdf((1.0 + self._advantage) / 2.0)
-
-
-Target: TypeAlias = EpsilonTarget | AdvantageTarget
+    def unreachable(self, steps: int, sample_rate: float) -> ValueError:
+        """An error that says that no noise is enough for so many steps."""
+        name = "target_advantage" if self.delta is None else "target_epsilon"
+        where, raised = ("", name) if self.delta is None else (f" and delta={self.delta!r}", f"{name} or delta")
+        return ValueError(
+            f"{name}={self.most!r} can't be reached: {self.accountant!r} gives more for steps={steps} at "
+            f"sample_rate={sample_rate!r}{where}, however large the noise; raise {raised}, or take fewer steps"
+        )
 
 
 def target_of(
@@ -108,15 +82,10 @@ def target_of(
     if target_epsilon is not None:
         if delta is None:
             raise ValueError("delta must be given with target_epsilon: a number in (0, 1); got None")
-        return EpsilonTarget(target_epsilon, delta, accountant)
+        accountant = one_of(ACCOUNTANTS, accountant=accountant)
+        return Target(positive(target_epsilon=target_epsilon), open_fraction(delta=delta), accountant)
     if delta is not None:
         raise ValueError(f"delta must be left out with target_advantage, which has none; got {delta!r}")
     if one_of(ACCOUNTANTS, accountant=accountant) != "pld":
         raise ValueError(f"accountant must be 'pld' with target_advantage; got {accountant!r}")
-    assert target_advantage is not None
-    return AdvantageTarget(target_advantage)
-
-
-def excess_epsilon(events: Sequence[Event], target: float, delta: float, accountant: str, coarser: int = 1) -> float:
-    """Epsilon above the target, finite so that a root finder can use it."""
-    return min(epsilon_of(events, delta=delta, accountant=accountant, coarser=coarser) - target, 1e6)
+    return Target(open_fraction(target_advantage=target_advantage))
