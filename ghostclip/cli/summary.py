@@ -152,10 +152,7 @@ def _versions() -> dict[str, str]:
 def run_table(runs: Sequence[TrainingRun], delta: float, speeds: Mapping[str, float], batch_size: int) -> str:
     """One line a training: accuracy, epsilon, seconds, and a step's time over that of ordinary training.
 
-    Args:
-        runs: of all trainings, those from other seeds included.
-        delta: at which epsilon is.
-        speeds: {method: examples a second} of a step of ``batch_size`` examples; {} where none was timed.
+    ``speeds`` is {method: examples a second} of a step of ``batch_size`` examples; {} where none was timed.
     """
     groups = grouped(runs)
     several = any(len(group.runs) > 1 for group in groups)

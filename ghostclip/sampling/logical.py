@@ -41,8 +41,7 @@ class BatchOwner(Protocol):
     def ready(self, left: bool) -> None:
         """The next logical batch, or the end of the epoch, is asked for; raises PrivacyError to refuse it.
 
-        Args:
-            left: whether this is another loop than that of the batch before, which is gone.
+        ``left``: whether this is another loop than that of the batch before, which is gone.
         """
 
     def begin(self, batch: LogicalBatch | None) -> None:
