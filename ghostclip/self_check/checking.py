@@ -19,7 +19,6 @@ from ghostclip.clipper.forwards import LossFunction, check_loss_function
 from ghostclip.clipper.trial import without_trace
 from ghostclip.errors import GhostClipError, LossShapeError
 from ghostclip.graph.source_lines import line_of
-from ghostclip.sampling import LogicalBatches
 from ghostclip.self_check.first_steps import CHECKED, MOST
 from ghostclip.self_check.loading import LoadedRows, rows_of
 from ghostclip.self_check.mixing import MixingTest
@@ -107,7 +106,7 @@ def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Any = No
 
 def _loaded_from(batch: Any) -> tuple[Any, Callable[[Any], Any], int | None] | None:
     """A loader's data set, its collate function and the number of rows, None for a stream; None for one batch."""
-    if isinstance(batch, LogicalBatches):
+    if hasattr(batch, "source") and hasattr(batch, "dataset_size"):  # `PrivacyEngine.batches`
         return *batch.source, batch.dataset_size
     loader = getattr(batch, "given", batch)  # what the user gave make_private, of the loader that it returned
     if not isinstance(loader, DataLoader):
