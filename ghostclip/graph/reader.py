@@ -281,10 +281,10 @@ def backward_to_layers(
 
 
 def _ones(losses: Tensor) -> Tensor:
-    """Ones [B]; in a graph for a processor they follow from ``losses``, and whatever is computed from them does.
+    """Ones [B], the gradient of the losses; in a graph that is compiled for a CPU they are computed from ``losses``.
 
-    Otherwise inductor computes losses and their gradients in one kernel, where the gradients can't take the logits'
-    memory: steps of a Llama of 10,000 words take 0.91 to 0.97 of the time so.
+    That keeps the backward behind the forward. Without it inductor computes losses and gradients in one kernel, in which
+    gradients can't overwrite the logits: a step of a Llama of 10,000 words takes 1.03 to 1.10 of the time.
     """
     if is_traced() and not losses.is_cuda:
         return (losses.argsort() >= 0).to(losses.dtype)
