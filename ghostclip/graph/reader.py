@@ -283,7 +283,7 @@ def backward_to_layers(
 def _ones(losses: Tensor) -> Tensor:
     """Ones [B], the gradient of the losses; in a graph that is compiled for a CPU they are computed from ``losses``.
 
-    That keeps the backward behind the forward. Without it inductor computes losses and gradients in one kernel, in which
+    That keeps the backward behind the forward. Without it inductor computes losses and gradients in one kernel, where
     gradients can't overwrite the logits: a step of a Llama of 10,000 words takes 1.03 to 1.10 of the time.
     """
     if is_traced() and not losses.is_cuda:
