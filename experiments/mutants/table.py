@@ -3350,9 +3350,37 @@ BY_MARKS = [
     Mutant(
         "tiny rows show whose they are",
         OF_MARKS,
-        "torch.finfo(plain.dtype).tiny * 2.0**60 if",
+        "torch.finfo(dtype).tiny * 2.0**60 if",
         "0.0 if",
         (*TRAPPED, "traps and five_hundred_steps"),
+    ),
+    Mutant(
+        "rows that show nothing are those of the examples of their places, whatever they read",
+        STORED,
+        "if known or own.rows is None else",
+        "if True else",
+        ("tests/clipper/test_nonfinite.py", "-k", "example_of_its_place"),
+    ),
+    Mutant(
+        "rows at a boundary that show nothing are those of the examples of their places",
+        STORED,
+        "if known or found.region is None else",
+        "if True else",
+        ("tests/clipper/test_nonfinite.py", "-k", "example_of_its_place"),
+    ),
+    Mutant(
+        "large inputs beside rows that show nothing are as small ones",
+        MARKED,
+        "bool(inputs.detach().abs().amax() <= LARGE)",
+        "bool(inputs.isfinite().all())",
+        ("tests/clipper/test_nonfinite.py", "-k", "example_of_its_place"),
+    ),
+    Mutant(
+        "a first batch isn't looked at for whether its rows are in order",
+        STORED,
+        "if not (known or may_store) and found.hides_rows(uses.calls):",
+        "if False:",
+        ("tests/clipper/test_nonfinite.py", "-k", "from_the_first_batch_on"),
     ),
     Mutant(
         "rows that aren't finite show whose they are",
@@ -3546,8 +3574,8 @@ BY_MARKS = [
     Mutant(
         "a structure that was in no order once may be stored later",
         STORED,
-        "        structure.always = True\n        return\n",
-        "        return\n",
+        "structure.always |= not all(",
+        "structure.always |= False and not all(",
         (*PARTS, "irregular"),
     ),
     Mutant(

@@ -24,7 +24,7 @@ from ghostclip.graph import measuring
 from ghostclip.graph.alarm import rings
 from ghostclip.graph.measuring import Batch, Measured
 from ghostclip.graph.moves import Movements, movements
-from ghostclip.graph.nodes import Edge, inputs_of
+from ghostclip.graph.nodes import Edge, inputs_of, shape_of
 from ghostclip.graph.overwritten import FindForward
 from ghostclip.graph.owners import spreads
 from ghostclip.graph.parameter_names import ParameterNames
@@ -269,14 +269,23 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
         if found is None:
             found = measuring.measure_all(batch, every_tensor=may_store, hold=hold)
             _remember(structure, batch, found, may_store)
+        known = structure.layout is not None
+        if not (known or may_store) and found.hides_rows(uses.calls):
+            found = measuring.measure_all(batch, every_tensor=True, hold=False)
+            known = _proven(batch, found, examples) is not None
         check_calls(uses, found.owned, found.shared_calls, batch.indices, batch.names)
     except (LossShapeError, UnsupportedModelError):
         structure.layout = structure.shared = None
         structure.always = True
         raise
-    rows: dict[Subject, Rows] = {
-        call: found.owned[call].rows or Rows(call.batch_dim, any_owner(call, examples)) for call in uses.calls
-    }
+    rows: dict[Subject, Rows] = {}
+    for call in uses.calls:
+        own = found.owned[call]
+        shown = own.rows if known or own.rows is None else own.shown_rows(call.shape[own.rows.dim], examples)
+        rows[call] = shown or Rows(call.batch_dim, any_owner(call, examples))
+    for boundary in () if known or found.region is None else found.region.boundaries:
+        size = (*shape_of(boundary.edge), 1)[boundary.dim]
+        boundary.rows = found.owned[boundary.edge].shown_rows(size, examples) or boundary.rows
     return row_layout(
         uses, rows, found.region, examples, stored=structure.layout is not None, measured=True,
         gradients=found.gradients,
@@ -284,43 +293,55 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
 
 
 def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: bool) -> None:
-    """Stores what all examples share; the layout, too, if rows are regular and no other order fits them."""
-    uses, owned, region, examples = batch.uses, found.owned, found.region, len(batch.losses)
+    """Stores what all examples share; the layout, too, if all batches like this one have it."""
+    uses, owned, region = batch.uses, found.owned, found.region
     reads = any(not call.sources and owned[call].rows is not None for call in uses.calls)
     if region is None or region.shown or not reads:  # else the next batch may show more
         structure.shared = KnownShared.of(uses, owned, region)
-    boundaries = () if region is None else region.boundaries
-    subjects: list[Subject] = [*uses.calls, *(boundary.edge for boundary in boundaries)]
-    seen = [owned[subject] for subject in subjects if not (owned[subject].zero or subject in found.shared_calls)]
     before, structure.layout = structure.layout, None
-    if not may_store:
-        return
-    structure.unsettled = True
+    if may_store:
+        structure.layout = _proven(batch, found, 0 if before is None else before.largest)
+        structure.unsettled = structure.layout is None
+        structure.always |= not all(each.is_regular for each in _seen(uses, found))
+
+
+def _seen(uses: Uses, found: Measured) -> list[Owned]:
+    """What was found of uses of layers and boundaries whose gradients weren't zero, but of layers that all share."""
+    boundaries = () if found.region is None else found.region.boundaries
+    subjects: list[Subject] = [*uses.calls, *(boundary.edge for boundary in boundaries)]
+    return [found.owned[each] for each in subjects if not (found.owned[each].zero or each in found.shared_calls)]
+
+
+def _proven(batch: Batch, found: Measured, largest: int) -> _Layout | None:
+    """The layout of a batch of which all tensors were measured, if rows are regular and no others may be in the next.
+
+    None where rows fit another order, too, or an operation may move them. ``largest`` is the most examples so far.
+    """
+    uses, owned, region, examples = batch.uses, found.owned, found.region, len(batch.losses)
+    seen = _seen(uses, found)
     if not all(each.is_regular for each in seen):
-        structure.always = True
-        return
+        return None
     at = {subject: each for subject, each in owned.items() if not isinstance(subject, LayerCall)}
     at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
     moves = movements(uses, at, examples, () if region is None else region.shared)
     unseen = any(owned[call].zero for call in found.shared_calls) or not (region is None or region.shown)
     if unseen or moves is None or moves.moved(uses, examples):
-        return
+        return None
     if any(not each.shown or each.ambiguous for each in seen):
-        return
-    structure.unsettled = False
+        return None
     rows = [
         None if call in found.shared_calls else owned[call].rows or Rows(call.batch_dim, "example")
         for call in uses.calls
     ]
-    structure.layout = _Layout(
+    return _Layout(
         rows,
         [each is not None and call.shape[each.dim] == examples for call, each in zip(uses.calls, rows, strict=True)],
         [number for number, call in enumerate(uses.calls) if owned[call].zero],
         [(uses.places[node], number) for node, number in _silent_edges(batch.losses, uses, at)],
         KnownShared.of(uses, owned, region),
-        [boundary.rows for boundary in boundaries],
+        [] if region is None else [boundary.rows for boundary in region.boundaries],
         moves,
-        max(examples, 0 if before is None else before.largest),
+        max(examples, largest),
         batch.half,
     )
 

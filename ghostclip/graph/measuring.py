@@ -81,6 +81,12 @@ class Measured:
     region: SharedSubgraph | None
     gradients: Gradients | None = None
 
+    def hides_rows(self, calls: Sequence[LayerCall]) -> bool:
+        """Whether some rows of these uses of layers, or at a boundary, were not shown though their owner matters."""
+        boundaries = () if self.region is None else self.region.boundaries
+        subjects: list[Subject] = [*calls, *(boundary.edge for boundary in boundaries)]
+        return any(self.owned[each].used is not None for each in subjects)
+
     @property
     def shared_calls(self) -> set[LayerCall]:
         """Uses of layers that all examples share."""

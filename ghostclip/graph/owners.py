@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,9 @@ from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex
 
 __all__ = ["Gradients", "owners", "spreads"]
+
+# Gradients that show nothing (`MarkScheme.least`) count for nothing beside numbers up to this one.
+LARGE = 2.0**30
 
 # {(subject, dimension): `numbers` of the rows along it, [2, rows]; of n backwards, [n, 2, rows]}.
 Found = dict[tuple[Subject, int], Tensor]
@@ -81,7 +84,17 @@ def owners(
         if half
         else MarkScheme.of_batch(examples)
     )
-    plain = backward(torch.full_like(losses, scheme.plain), gradients)
+    beside_large = set[Subject]()
+
+    def note(subject: Subject, inputs: tuple[Tensor, ...], grad: Tensor, largest: Tensor) -> None:
+        if gradients is not None:
+            gradients[subject] = inputs, grad
+        hidden = bool((largest <= scheme.least(largest.dtype)).any())
+        # What operations keep isn't read: checkpointing would compute it again.
+        if hidden and not (isinstance(subject, LayerCall) and all(map(_is_small, inputs))):
+            beside_large.add(subject)
+
+    plain = backward(torch.full_like(losses, scheme.plain), note)
     sizes = None if half else _sizes(sized, plain, examples)
     marks = scheme.drawn_apart(losses, sizes)
     seen, finite = _stacked([backward(each) for each in marks]), losses.detach().isfinite()
@@ -93,6 +106,7 @@ def owners(
     owned = {subject: each or measured.in_any_order(subject) for subject, each in found.items()}
     if any(owned[call].examples and not owned[call].is_regular for call in calls):
         owned |= {call: measured.in_own_order(call, owned[call]) for call in calls}
+    owned |= {each: replace(owned[each], used=measured.shown(each, owned[each])) for each in beside_large}
     for start in scheme.starts_with_one_odd(losses) if own_code else ():
         with torch.autograd.set_detect_anomaly(False):
             now = backward(start)
@@ -135,9 +149,12 @@ def spreads(losses: Tensor, rows: Mapping[Subject, Rows], ends: Sequence[Edge], 
 
 def _backward(
     losses: Tensor, calls: Sequence[LayerCall], dims: Dims, ends: Sequence[Edge], seed: Tensor,
-    gradients: Gradients | None = None,
+    note: Callable[[Subject, tuple[Tensor, ...], Tensor, Tensor], None] = lambda *_: None,
 ) -> Found:  # fmt: skip
-    """The numbers of all gradients in a backward that starts from ``seed`` [B]; ``gradients`` gets these, too."""
+    """The numbers of all gradients in a backward that starts from ``seed`` [B].
+
+    ``note`` is told of each subject, its inputs, its gradient, and the largest entries of the rows.
+    """
     found: Found = {}
 
     def see(subject: Subject, inputs: tuple[Tensor, ...], grad: Tensor | None) -> None:
@@ -146,8 +163,7 @@ def _backward(
         own = dims[subject]
         by_dim: Any = numbers_by_dim(grad) if len(own) > 1 else {own[0]: numbers(grad, own[0])}
         found.update({(subject, dim): by_dim[dim] for dim in own})
-        if gradients is not None:
-            gradients[subject] = inputs, grad
+        note(subject, inputs, grad, by_dim[own[0]][0])
 
     leaves: list[Any] = [node for node, _ in ends if type(node) is ACCUMULATE]
     edges = [subject for subject in dims if not isinstance(subject, LayerCall)]
@@ -186,6 +202,12 @@ def _sizes(subjects: Mapping[Subject, int], plain: Found, examples: int) -> Tens
     found = [plain[key][0] for key in subjects.items()]
     found = [each.double().view(examples, -1).amax(1) for each in found if len(each) and not len(each) % examples]
     return torch.stack(found) if found else None
+
+
+def _is_small(inputs: Tensor) -> bool:
+    """Whether all numbers are finite, and small enough that a gradient that shows nothing counts for nothing."""
+    read = inputs.is_floating_point() or inputs.is_complex()
+    return not read or not inputs.numel() or bool(inputs.detach().abs().amax() <= LARGE)
 
 
 def _largest(subjects: Mapping[Subject, int], plain: Found) -> float:
@@ -284,6 +306,14 @@ class _Measured:
             size = _size(subject, dim)
             yield from (Rows(dim, order) for order in rows_in_order(size, self.examples))
             yield from (Rows(dim, index) for index in indices if len(index) == size)
+
+    def shown(self, subject: Subject, own: Owned) -> Tensor | None:
+        """Which rows of a subject show whose they are, [rows] bool; None where they are in no regular order."""
+        if own.rows is None or not own.is_regular:
+            return None
+        base, seen = self.plain[subject, own.rows.dim], self.seen[subject, own.rows.dim]
+        owner = own.rows.owners(base.shape[-1], self.examples, self.marks.device)
+        return compared(base, seen, self.marks[:, owner], self.scheme).clear.all(0)
 
     def in_any_order(self, subject: Subject) -> Owned:
         """Whose a subject's rows are, by the marks that they came out with, along the dimension that shows most."""

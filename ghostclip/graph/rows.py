@@ -54,6 +54,8 @@ class Owned:
         crossed: they fit another dimension as well.
         whole: every row was shown.
         disputed: in such another order, rows that aren't finite would be those of other examples.
+        used: which rows were shown, [rows] bool, where others may be multiplied with numbers that are large or not
+            finite: 0 * inf is NaN. None: these matter for nobody's gradient.
     """
 
     rows: Rows | None
@@ -64,6 +66,7 @@ class Owned:
     crossed: bool = False
     whole: bool = False
     disputed: bool = False
+    used: Tensor | None = None
 
     @property
     def shown(self) -> bool:
@@ -89,6 +92,13 @@ class Owned:
     def is_regular(self) -> bool:
         """Whether every example has as many rows, in order."""
         return self.rows is not None and not isinstance(self.rows.order, RowIndex)
+
+    def shown_rows(self, size: int, examples: int) -> Rows | None:
+        """``rows``, of which those that were not shown belong to nobody, where they matter."""
+        if self.used is None or self.rows is None:
+            return self.rows
+        owners = self.rows.owners(size, examples, self.used.device)
+        return Rows(self.rows.dim, RowIndex(owners, examples, self.used))
 
     @property
     def is_shared(self) -> bool:

@@ -214,6 +214,50 @@ def test_a_call_of_whose_rows_none_is_finite_is_nobody_elses(rows, losses_of):
             clipper.clip(losses_of, batch)
 
 
+class Sent(nn.Module):
+    """Examples with a layer of their own, and rows that an expert is sent, of which each is some example's."""
+
+    def __init__(self, bare):
+        super().__init__()
+        self.own = nn.Linear(3, 2)
+        self.first = nn.Parameter(torch.randn(3, 4)) if bare else nn.Linear(3, 4)
+
+    def forward(self, batch, tokens, factors, owners):
+        first = tokens @ self.first if isinstance(self.first, nn.Parameter) else self.first(tokens)
+        found = (first * factors).tanh()[:, :2] * factors
+        return self.own(batch).index_add(0, owners, found).square().sum(1)
+
+
+@every_pass
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize(("value", "factor"), [(torch.inf, 1.0), (1e300, 1e-148)])
+@pytest.mark.parametrize(("owners", "place"), [([1, 1, 2, 3], 0), ([0, 1, 2, 2], 3), ([0, 0, 1, 1, 2, 2, 3, 0], 7)])
+def test_a_row_that_shows_nothing_is_not_taken_for_the_example_of_its_place(
+    second_pass, bare, value, factor, owners, place
+):
+    """Rows that an expert is sent may be almost in order; what a gradient of about zero hides is anybody's."""
+    torch.manual_seed(0)
+    model, owners = Sent(bare).double(), torch.tensor(owners)
+    clipper = GhostClipper(model, 0.1, second_pass=second_pass)
+    others = [example for example in range(4) if example != owners[place]]
+    for _ in range(4):
+        batch, tokens = torch.randn(4, 3).double(), torch.randn(len(owners), 3).double()
+        factors = torch.ones(len(owners), 1).double()
+        clean = clipper.norms(model(batch, tokens, factors, owners))
+        tokens[place], factors[place] = tokens.new_tensor([value, 0.0, 0.0]), factor
+        result = clipper.backward(model(batch, tokens, factors, owners))
+        torch.testing.assert_close(result.norms[others], clean[others])
+
+
+@every_pass
+def test_an_infinite_input_that_saturates_all_units_leaves_out_its_example_from_the_first_batch_on(second_pass):
+    model, batch = saturating(), torch.randn(4, 3).double()
+    clipper, batch[2] = GhostClipper(model, 0.1, second_pass=second_pass), batch.new_tensor([torch.inf, 0.0, 0.0])
+    for _ in range(3):
+        weights = clipper.backward(model(batch).square().sum(1)).weights
+        assert (weights == 0).tolist() == [False, False, True, False]
+
+
 def merged(trained):
     """A layer whose weights are read by giving it unit vectors, which all examples share."""
     torch.manual_seed(5)
