@@ -6,7 +6,8 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "OneLineParser",
     "UsageError",
     "as_bytes",
+    "as_path",
     "converted",
     "print_json",
     "sizes",
@@ -48,11 +50,16 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's; an unknown option that is like a known one is refused with the latter's name."""
+        if self._subparsers is None and args:  # before argparse says that the one which was meant is missing
+            self._refuse_misspelt([each for each in args if each.startswith("--")])
         found, unknown = super().parse_known_args(args, namespace)
-        for option in unknown:
+        self._refuse_misspelt(unknown)
+        return found, unknown
+
+    def _refuse_misspelt(self, options: Sequence[str]) -> None:
+        for option in (each for each in options if each.partition("=")[0] not in self._option_string_actions):
             if near := difflib.get_close_matches(option.partition("=")[0], self._option_string_actions, n=1):
                 self.error(f"unrecognized argument {option}; did you mean {near[0]}?")
-        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError with argparse's message and where help is."""
@@ -79,6 +86,13 @@ def converted(convert: Callable[[str], T], expected: str) -> Callable[[str], T]:
 
 
 sizes = converted(lambda text: [int(part) for part in text.split(",")], "sizes such as 1 8 8 or 1,8,8")
+
+
+def as_path(text: str) -> Path:
+    """The path that a text names. Raises ArgumentTypeError for an empty one, as an unset variable of a shell is."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("expected a path; got an empty text")
+    return Path(text)
 
 
 def as_bytes(text: str) -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 from ghostclip.audit import Audit, audit
-from ghostclip.cli.arguments import UsageError, print_json
+from ghostclip.cli.arguments import UsageError, as_path, print_json
 from ghostclip.cli.methods import METHODS, OPTIMIZERS, Ghost, Settings, cross_entropy
 from ghostclip.cli.plan import runs_of
 from ghostclip.cli.progress import bar
@@ -48,8 +47,8 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
     add("--sampled", action="store_true", help=coins)
     add("--confidence", type=float, default=0.95, help="with which all bounds hold together (default: 0.95)")
     output = parser.add_argument_group("output")
-    output.add_argument("--out", type=Path, metavar="FILE", help="write all figures as JSON")
-    output.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG of the bounds over the releases")
+    output.add_argument("--out", type=as_path, metavar="FILE", help="write all figures as JSON")
+    output.add_argument("--plot", type=as_path, metavar="FILE", help="write a PNG of the bounds over the releases")
 
 
 def run_audit(arguments: argparse.Namespace) -> int:

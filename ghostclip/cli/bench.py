@@ -21,7 +21,7 @@ from ghostclip.bench.memory import peaks
 from ghostclip.bench.methods import BASELINE, CONTENDERS, OWN
 from ghostclip.bench.table import full_markdown, markdown
 from ghostclip.bench.workloads import SETS, WORKLOADS
-from ghostclip.cli.arguments import UsageError, print_json
+from ghostclip.cli.arguments import UsageError, as_path, print_json
 from ghostclip.validate import positive, positive_int
 
 __all__ = ["add_bench", "run_bench"]
@@ -54,7 +54,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
     add("--memory", type=contenders, nargs="?", const=MEMORY, default=[], metavar="NAME,NAME",
         help=f"measure peak memory too, each in a fresh process (alone: of {', '.join(MEMORY)})")  # fmt: skip
-    add("--out", type=Path, metavar="FILE.json", help="write all figures as JSON, and beside it FILE.md, after "
+    add("--out", type=as_path, metavar="FILE.json", help="write all figures as JSON, and beside it FILE.md, after "
         "every workload")  # fmt: skip
 
 

@@ -6,11 +6,10 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ghostclip.accounting as accounting  # `from ghostclip` loads all public names, and torch with them
-from ghostclip.cli.arguments import UsageError, print_json
+from ghostclip.cli.arguments import UsageError, as_path, print_json
 from ghostclip.events import RELATIONS, SAMPLINGS, Event
 from ghostclip.ledger import Charge, Ledger
 from ghostclip.report.plots import epsilon_plot
@@ -30,7 +29,7 @@ def add_epsilon(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--noise-multiplier", type=float, required=True, metavar="SIGMA", help=about)
     _add_accounting(parser, "which bound is the answer; both are shown (default: pld, the tighter one)")
     _add_sampling(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also write epsilon over the steps to a .png file")
+    parser.add_argument("--plot", type=as_path, metavar="FILE", help="also write epsilon over the steps to a .png file")
     about = "also bound attacks that guess whether an example was in the data: their advantage and true-positive rates"
     parser.add_argument("--risk", action="store_true", help=about)
 

@@ -13,7 +13,7 @@ import torch
 
 from ghostclip import datasets, models, report
 from ghostclip.checkpoint import previous_of
-from ghostclip.cli.arguments import UsageError, as_bytes, converted, print_json
+from ghostclip.cli.arguments import UsageError, as_bytes, as_path, converted, print_json
 from ghostclip.cli.methods import METHODS, OPTIMIZERS, Ghost
 from ghostclip.cli.plan import DEFAULT_EPOCHS, DEFAULT_EPSILON, PlannedRun, runs_of, wants_comparison
 from ghostclip.cli.progress import bar
@@ -55,7 +55,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     )
     seeds = "train from so many seeds, --seed and the next ones, and tell the mean and range (default: 1)"
     output.add_argument("--seeds", type=int, default=1, metavar="N", help=seeds)
-    output.add_argument("--report", type=Path, metavar="DIR", help="folder to write a page with plots and JSON to")
+    output.add_argument("--report", type=as_path, metavar="DIR", help="folder to write a page with plots and JSON to")
     output.add_argument(
         "--compare",
         action=argparse.BooleanOptionalAction,
@@ -76,8 +76,8 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
         help="default: digits, which are embedded; images: your "
         "own, in folders train/CLASS/ and test/CLASS/ of --data-dir (other data: in Python)",
     )
-    add("--data-dir", type=Path, metavar="DIR", help="folder that holds the data set's files")
-    add("--vocabulary", type=Path, metavar="FILE", help="for imdb: public words, one a line")
+    add("--data-dir", type=as_path, metavar="DIR", help="folder that holds the data set's files")
+    add("--vocabulary", type=as_path, metavar="FILE", help="for imdb: public words, one a line")
     add("--method", choices=METHODS, default="auto", help="how per-example gradients are clipped (default: auto)")
     add("--seed", type=int, default=0, help="of the initial weights, never of the noise (default: 0)")
     add = parser.add_argument_group("privacy").add_argument
@@ -107,7 +107,7 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints")
     group.add_argument(
         "--checkpoint",
-        type=Path,
+        type=as_path,
         metavar="DIR",
         help="keep the run there, after each epoch and when it is interrupted by Ctrl-C; without --ledger its steps "
         "are charged to DIR.ledger, so that a crash makes none forgotten",

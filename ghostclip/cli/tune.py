@@ -6,13 +6,12 @@ import argparse
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ghostclip import accounting, selection
-from ghostclip.cli.arguments import Joined, UsageError, converted, print_json
+from ghostclip.cli.arguments import Joined, UsageError, as_path, converted, print_json
 from ghostclip.cli.methods import Settings
 from ghostclip.cli.plan import PlannedRun, runs_of
 from ghostclip.cli.progress import bar
@@ -51,7 +50,7 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     drawn = "poisson, geometric, logarithmic, or the shape of a negative binomial distribution (default: poisson)"
     add("--distribution", type=DISTRIBUTION, default="poisson", metavar="NAME", help=drawn)
     add("--ledger", metavar="FILE", help="charge the search there, and keep unfinished runs in FILE.search")
-    add("--save", type=Path, metavar="FILE", help="write the best model's state_dict there")
+    add("--save", type=as_path, metavar="FILE", help="write the best model's state_dict there")
 
 
 def run_tune(arguments: argparse.Namespace) -> int:

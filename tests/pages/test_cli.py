@@ -95,6 +95,8 @@ def test_calibrated_noise_keeps_the_target_as_printed(capsys):
         (["trian"], "invalid choice: 'trian'; did you mean 'train'? (see ghostclip --help)"),
         (["xyz"], "invalid choice: 'xyz'; choose from train, epsilon, calibrate, check, explain, bench, audit, tune"),
         (["train", "--modle", "mlp"], "unrecognized argument --modle; did you mean --model?"),
+        (["epsilon", "--noise-multiplyer", "1", *SAMPLING], "--noise-multiplyer; did you mean --noise-multiplier?"),
+        (["train", "--report", ""], "argument --report: expected a path; got an empty text"),
         (["train", "--model", "cnm"], "--model: invalid choice: 'cnm'; did you mean 'cnn'?"),
         (["epsilon"], "required: --noise-multiplier (see ghostclip epsilon --help)"),
         (["epsilon", "--noise-multiplier", "x"], "invalid float value: 'x'"),
