@@ -4185,8 +4185,8 @@ NOISE_OVER_STEPS = [
     Mutant(
         "correlated noise added to sums whose numbers lie in another order",
         "ghostclip/noise/gaussian.py",
-        "all(each.is_contiguous() for each in (tensor, kept[place])) if kept else _is_dense(tensor)",
-        "True if kept else _is_dense(tensor)",
+        "tensor.is_contiguous() or (not kept and",
+        "tensor.is_contiguous() or kept or (not kept and",
         ("tests/privacy/test_noise.py",),
     ),
     Mutant(

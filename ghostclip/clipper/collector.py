@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -333,8 +333,9 @@ class NormCollector(TermReceiver):
 
     def _bounded(self, measured: Sequence[SquaredNorms]) -> tuple[Tensor, Tensor]:
         """Norms and bounds [B] of some parameters together."""
-        squared, absolute = [each for _, each, _ in measured], [part for *_, parts in measured for part in parts]
-        margin = rounding_margin(squared, absolute, sum([parameter.numel() for _, parameter in self._trained]))
+        _, squared, parts = zip(*measured, strict=True) if measured else ((), (), ())
+        numbers = sum([parameter.numel() for _, parameter in self._trained])
+        margin = rounding_margin(squared, [*chain.from_iterable(parts)], numbers)
         found = self._root(squared)
         margin = torch.full_like(found, margin) if isinstance(margin, float) else margin.to(found.dtype)
         found, margin = self._unscaled(found, margin)

@@ -102,7 +102,8 @@ class FirstPasses:
         """(name, Parameter) of those that require a gradient now, which are those that sums are formed of."""
         trained = self.index.trained()
         self.parameters.clear()
-        self.parameters.update([(id(parameter), parameter) for _, parameter in trained])
+        for _, parameter in trained:
+            self.parameters[id(parameter)] = parameter
         return trained
 
     def first_pass(

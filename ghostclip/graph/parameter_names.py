@@ -17,6 +17,7 @@ from ghostclip.nn.base import LayerCall
 
 __all__ = ["ParameterNames", "serial_number"]
 
+REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _numbers = itertools.count()
 _known: dict[int, tuple[weakref.ref[object], int]] = {}
 
@@ -54,14 +55,15 @@ class ParameterNames:
     def refresh(self) -> None:
         """Reads the model again: modules or parameters were exchanged."""
         self._named = list(self._model.named_parameters())
+        self._parameters = [parameter for _, parameter in self._named]
         modules = list(self._model.named_modules())
         # Held as the parameters are, so that nothing else gets their ids.
         self._modules = [module for _, module in modules]
         self._children = self._children_now()
         self.layers = {id(module): name or type(module).__name__ for name, module in modules}
         self.names = {id(parameter): name for name, parameter in self._named}
-        parts = (*self._modules, *(parameter for _, parameter in self._named))
-        self.version = self._versions.setdefault(tuple(map(serial_number, parts)), len(self._versions))
+        serial_numbers = tuple(map(serial_number, [*self._modules, *self._parameters]))
+        self.version = self._versions.setdefault(serial_numbers, len(self._versions))
 
     def _children_now(self) -> list[nn.Module | None]:
         return [child for module in self._modules for child in module._modules.values()]
@@ -74,12 +76,12 @@ class ParameterNames:
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """(name, Parameter) of every parameter that requires a gradient now."""
-        return [item for item in self._named if item[1].requires_grad]
+        return [*itertools.compress(self._named, map(REQUIRES_GRAD, self._parameters))]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters, trained and frozen."""
-        return sum([parameter.nbytes for _, parameter in self._named])
+        return sum([parameter.nbytes for parameter in self._parameters])
 
     def own_calls(self, calls: Sequence[LayerCall]) -> list[LayerCall]:
         """Those calls that used parameters of this model, which are noted as `own`.

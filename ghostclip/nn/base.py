@@ -104,7 +104,7 @@ class LayerCall:
         self.dtype, self.device = preactivation.dtype, preactivation.device
         self.nbytes = preactivation.numel() * preactivation.element_size()  # of any size, as torch.compile traces it
         self.sources = [(t.grad_fn or t, t.output_nr) for t in inputs if t.requires_grad]
-        self.has_saved_tensor_hooks = has_saved_tensor_hooks()
+        self.has_saved_tensor_hooks = _top_hooks is None or _top_hooks(False) is not None
         self.registered = RemovableHandle.next_id
         self.sink: Sink | None = None
         self.ends = False
@@ -275,7 +275,7 @@ class GhostLayer(torch.nn.Module):
         call = self.new_call(preactivation, inputs, parameters, rows, batch_dim, extra)
         if call is None:
             return preactivation
-        base = _whole_base(preactivation)
+        base = preactivation if preactivation._base is None else _whole_base(preactivation)
         captured = _apply_capture(base, PROBE, call, inputs)
         return captured if base is preactivation else captured.view(preactivation.shape)
 
@@ -355,13 +355,11 @@ def missing_batch_dimension(layer: torch.nn.Module, input: Tensor, dims: int) ->
     )
 
 
-def _whole_base(tensor: Tensor) -> Tensor:
-    """The tensor; of a view its base where that is as large, else a copy. Autograd would copy views in backward."""
-    base = tensor._base
-    if base is None:
-        return tensor
-    same = base.is_contiguous() and tensor.is_contiguous() and base.numel() == tensor.numel()
-    return base if same and base._base is None else tensor.clone()
+def _whole_base(view: Tensor) -> Tensor:
+    """The base of a view where that is as large, else a copy. Autograd would copy views in backward."""
+    base: Any = view._base
+    same = base.is_contiguous() and view.is_contiguous() and base.numel() == view.numel()
+    return base if same and base._base is None else view.clone()
 
 
 def _is_computed(layer: torch.nn.Module, name: str) -> bool:

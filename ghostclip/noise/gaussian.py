@@ -122,8 +122,11 @@ class ChaCha(Normal):
             kept, factors, std = [*recurrence.kept], _factors(recurrence, divisor), std / recurrence.first
         parts = array("q")
         for place, tensor in enumerate(sums):
-            dense = all(each.is_contiguous() for each in (tensor, kept[place])) if kept else _is_dense(tensor)
+            # Numbers that lie side by side get noise of the same law in either of two orders.
+            dense = tensor.is_contiguous() or (not kept and tensor.is_contiguous(memory_format=torch.channels_last))
             if tensor.dtype != torch.float32 or not tensor.is_cpu or not dense:
+                return False
+            if kept and not kept[place].is_contiguous():
                 return False
             parts.extend((tensor.data_ptr(), tensor.numel(), kept[place].data_ptr() if kept else 0))
         given = (parts.buffer_info()[0], len(sums), 1.0 / float(divisor), float(std), factors.buffer_info()[0])
@@ -201,11 +204,6 @@ def _factors(recurrence: NoiseRecurrence, divisor: float) -> array:
     weights = recurrence.weights / recurrence.first
     rows = np.stack([weights, recurrence.shares, recurrence.gains], axis=1)
     return array("f", [*rows.ravel(), recurrence.scale / divisor])
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its numbers lie side by side, in either of two orders: all get noise of the same law."""
-    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _key(seed: int | None) -> bytes:

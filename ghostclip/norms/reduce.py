@@ -66,14 +66,25 @@ def rounding_margin(squared: Sequence[Tensor], absolute: Parts, numbers: int) ->
         absolute: `PerExampleGrads.absolute` [B] of every term that has one, in parts.
         numbers: at least as many as the terms' parameters have.
     """
-    lost = numbers * max([torch.finfo(each).tiny for each in {each.dtype for each in squared}], default=0.0)
+    tiny = eps = 0.0
+    for each in squared:
+        tiny = max(tiny, torch.finfo(each.dtype).tiny)
+    lost = numbers * tiny
     if not absolute:
         return math.sqrt(lost)
-    units = max([MARGIN / 2 * torch.finfo(each).eps for each in {each.dtype for each, _ in absolute}])
-    sums = []
-    for group in ([part for part in absolute if part[1] == 1.0], [part for part in absolute if part[1] != 1.0]):
-        if group:  # the largest factor stands for all: they say what underflow hides, which is next to nothing
-            sums.append(torch.stack([each for each, _ in group]).sum(0).mul_(max([factor for _, factor in group])))
+    whole, small, largest = list[Tensor](), list[Tensor](), 0.0
+    for each, factor in absolute:
+        eps = max(eps, torch.finfo(each.dtype).eps)
+        if factor == 1.0:
+            whole.append(each)
+        else:  # the largest factor stands for all: they say what underflow hides, which is next to nothing
+            small.append(each)
+            largest = max(largest, factor)
+    units, sums = MARGIN / 2 * eps, list[Tensor]()
+    if whole:
+        sums.append(torch.stack(whole).sum(0))
+    if small:
+        sums.append(torch.stack(small).sum(0).mul_(largest))
     return sum(sums[1:], sums[0]).add_(lost / units**2).sqrt_().mul_(units)
 
 

@@ -178,6 +178,7 @@ class PerExampleGrads(ABC):
         """The term of B/count examples when each had ``count`` rows: in "example" order (b k) or "row" order (k b)."""
 
 
+WIDE = torch.float32, torch.float64
 # None for tensors that a term doesn't have.
 _is_there = functools.partial(operator.is_not, None)
 
@@ -189,7 +190,7 @@ def size_class(examples: int) -> int:
 
 def to_float32(tensor: Tensor) -> Tensor:
     """The tensor in float32 (or complex64), or as it is when it is no narrower already."""
-    if tensor.dtype in (torch.float32, torch.float64):
+    if tensor.dtype in WIDE:
         return tensor
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
@@ -224,7 +225,8 @@ def may_sync(device: torch.device) -> bool:
 
 def squared_norms(gradients: Tensor) -> Tensor:
     """Squared L2 norms of the rows of ``gradients`` [B, ...]; returns [B] in float32 or wider."""
-    gradients = to_float32(gradients)
+    if gradients.dtype not in WIDE:
+        gradients = to_float32(gradients)
     if gradients.dim() == 1:
         return gradients.square()
     if gradients.numel() == 0:
