@@ -11,6 +11,7 @@ batch.
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,18 +25,18 @@ from ghostclip.graph import measuring
 from ghostclip.graph.alarm import rings
 from ghostclip.graph.measuring import Batch, Measured
 from ghostclip.graph.moves import Movements, movements
-from ghostclip.graph.nodes import Edge, inputs_of, shape_of
+from ghostclip.graph.nodes import Edge, inputs_of
 from ghostclip.graph.overwritten import FindForward
 from ghostclip.graph.owners import spreads
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
-from ghostclip.graph.row_layout import RowLayout, ZeroGradientCheck, any_owner, check_calls, row_layout
+from ghostclip.graph.row_layout import Regrouping, RowLayout, ZeroGradientCheck, check_calls, of_nobody, row_layout
 from ghostclip.graph.rows import Owned, Rows, Subject
 from ghostclip.graph.shared.known import KnownShared
 from ghostclip.graph.shared.search import region_up_to_losses
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall
-from ghostclip.norms.ragged import RowIndex, RowOrder
+from ghostclip.norms.ragged import RowIndex
 
 __all__ = ["MOVED", "Layouts", "RowLayout"]
 
@@ -43,6 +44,12 @@ MOVED = (
     "in this batch one example's loss depends on rows of others, so examples mix, or rows lie in another order than in "
     "earlier batches of its kind; nothing was clipped. Compute each loss from its own example"
 )
+FAINT = (
+    "some float16 gradients are too small beside the batch's largest (2**-16 of it) to be told whose they are, and "
+    "this model may move rows; nothing was clipped. Give loss_scale=1024.0, or use bfloat16 or float32"
+)
+# Whether rows were not shown.
+HIDES = operator.attrgetter("is_partly_shown")
 # Every so many batches of a structure are measured, and so many where gradients are float16.
 EVERY, EVERY_HALF = 128, 16
 # Of batches that aren't measured one in so many, at random, is watched by marks, which takes half a step of a small
@@ -164,6 +171,8 @@ class Layouts:
             layout = _measured(structure, Batch(losses, uses, names, forward, indices, self.keep_resident), hold)
             if structure.layout is None:
                 self._look_for_spreading(losses, uses, layout)
+            if layout.drops_odd:
+                self.check_left_out(2)
             return layout
         return self._by_layout(structure.layout, uses, losses)
 
@@ -214,13 +223,9 @@ class Layouts:
             attempt = self._unstored.bit_length()
             self._spreads |= spreads(losses, layout.rows, uses.weights_alone, attempt)
 
-    def check_left_out(self, finite: Tensor) -> None:
-        """Raises UnsupportedModelError where of several examples that aren't finite one may have made the others so.
-
-        Args:
-            finite: [B], which examples are.
-        """
-        if self._spreads and int((~finite).sum()) > 1:
+    def check_left_out(self, count: int) -> None:
+        """Raises UnsupportedModelError where of so many examples that aren't finite one may have made the others so."""
+        if self._spreads and count > 1:
             raise UnsupportedModelError(
                 "several examples of this batch are not finite, and an operation of the model gives NaN of one to "
                 "others (0 * NaN is NaN, as where a mask keeps packed texts apart), so that one may leave out the "
@@ -238,6 +243,7 @@ class Layouts:
         found: dict[Subject, Rows] = {
             call: each for call, each in zip(uses.calls, known.rows, strict=True) if each is not None
         }
+        found |= {call: of_nobody(call, found[call].dim, len(losses)) for call in silent if call in found}
         check = ZeroGradientCheck(silent, edges) if silent or edges else None
         return row_layout(uses, found, region, len(losses), half=known.half, check=check)
 
@@ -269,8 +275,8 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
         if found is None:
             found = measuring.measure_all(batch, every_tensor=may_store, hold=hold)
             _remember(structure, batch, found, may_store)
-        known = structure.layout is not None
-        if not (known or may_store) and found.hides_rows(uses.calls):
+        known, tried = structure.layout is not None, may_store or structure.unsettled or structure.always
+        if not (known or tried or uses.hooked) and any(map(HIDES, found.seen(uses.calls))):
             found = measuring.measure_all(batch, every_tensor=True, hold=False)
             known = _proven(batch, found, examples) is not None
         check_calls(uses, found.owned, found.shared_calls, batch.indices, batch.names)
@@ -281,14 +287,18 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
     rows: dict[Subject, Rows] = {}
     for call in uses.calls:
         own = found.owned[call]
-        shown = own.rows if known or own.rows is None else own.shown_rows(call.shape[own.rows.dim], examples)
-        rows[call] = shown or Rows(call.batch_dim, any_owner(call, examples))
+        if own.zero or own.rows is None:
+            rows[call] = of_nobody(call, call.batch_dim, examples)
+        else:
+            rows[call] = own.rows if known else own.surely
     for boundary in () if known or found.region is None else found.region.boundaries:
-        size = (*shape_of(boundary.edge), 1)[boundary.dim]
-        boundary.rows = found.owned[boundary.edge].shown_rows(size, examples) or boundary.rows
+        boundary.rows = found.owned[boundary.edge].surely
+    doubtful = [] if known else found.seen(uses.calls)
+    if any(each.faint for each in doubtful):
+        raise UnsupportedModelError(FAINT)
     return row_layout(
         uses, rows, found.region, examples, stored=structure.layout is not None, measured=True,
-        gradients=found.gradients,
+        gradients=found.gradients, drops_odd=any(each.odd for each in doubtful),
     )  # fmt: skip
 
 
@@ -302,14 +312,7 @@ def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: b
     if may_store:
         structure.layout = _proven(batch, found, 0 if before is None else before.largest)
         structure.unsettled = structure.layout is None
-        structure.always |= not all(each.is_regular for each in _seen(uses, found))
-
-
-def _seen(uses: Uses, found: Measured) -> list[Owned]:
-    """What was found of uses of layers and boundaries whose gradients weren't zero, but of layers that all share."""
-    boundaries = () if found.region is None else found.region.boundaries
-    subjects: list[Subject] = [*uses.calls, *(boundary.edge for boundary in boundaries)]
-    return [found.owned[each] for each in subjects if not (found.owned[each].zero or each in found.shared_calls)]
+        structure.always |= not all(each.is_regular for each in found.seen(uses.calls))
 
 
 def _proven(batch: Batch, found: Measured, largest: int) -> _Layout | None:
@@ -318,7 +321,7 @@ def _proven(batch: Batch, found: Measured, largest: int) -> _Layout | None:
     None where rows fit another order, too, or an operation may move them. ``largest`` is the most examples so far.
     """
     uses, owned, region, examples = batch.uses, found.owned, found.region, len(batch.losses)
-    seen = _seen(uses, found)
+    seen = found.seen(uses.calls)
     if not all(each.is_regular for each in seen):
         return None
     at = {subject: each for subject, each in owned.items() if not isinstance(subject, LayerCall)}
@@ -353,11 +356,11 @@ def _of_one(losses: Tensor, uses: Uses) -> RowLayout:
     region = region_up_to_losses(losses, uses, odd) if odd or uses.leaves else None
     shared = set() if region is None else set(region.calls.values())
     calls = [call for call in uses.calls if call not in shared]
-    regrouping: dict[int, tuple[int, RowOrder]] = {
-        id(c): (rows, "example") for c in calls if (rows := c.shape[c.batch_dim]) > 1
+    regrouping: dict[int, Regrouping] = {
+        id(c): (rows, "example", None) for c in calls if (rows := c.shape[c.batch_dim]) > 1
     }
     empty = [call for call in calls if examples and not call.shape[call.batch_dim]]
-    regrouping |= {id(c): (1, RowIndex(torch.zeros(0, dtype=torch.int64, device=c.device), 1)) for c in empty}
+    regrouping |= {id(c): (1, RowIndex(torch.zeros(0, dtype=torch.int64, device=c.device), 1), None) for c in empty}
     return RowLayout([*calls, *(() if region is None else region.uses)], regrouping, stored=not uses.calls)
 
 

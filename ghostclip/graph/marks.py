@@ -51,10 +51,6 @@ class MarkScheme:
     floor: float | None = None
     plain: float = 1.0
 
-    def least(self, dtype: torch.dtype) -> float:
-        """Rows in which no entry is larger show nothing."""
-        return torch.finfo(dtype).tiny * 2.0**60 if self.floor is None else self.floor
-
     @classmethod
     def of_batch(cls, examples: int) -> MarkScheme:
         """Those with 32 levels where these save a backward, as for 20 examples; else those with 16.
@@ -211,7 +207,7 @@ def compared(plain: Tensor, marked: Tensor, marks: Tensor, scheme: MarkScheme) -
     ratio = marks.to(plain.dtype) / scheme.plain
     apart = (marked - ratio.unsqueeze(-2) * plain).abs_().amax(-2)
     largest, largest_now = plain[..., 0, :], marked[..., 0, :]
-    floor = scheme.least(plain.dtype)
+    floor = torch.finfo(plain.dtype).tiny * 2.0**60 if scheme.floor is None else scheme.floor
     clear = (largest > floor) & largest.isfinite() & largest_now.isfinite()
     cancelled = (largest == 0) & (largest_now > floor)
     size = ratio * largest

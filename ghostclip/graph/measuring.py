@@ -26,7 +26,6 @@ from ghostclip.graph.rows import Owned, Subject
 from ghostclip.graph.shared.known import KnownShared
 from ghostclip.graph.shared.search import (
     Doubt,
-    disputed_error,
     edges_above,
     edges_near,
     edges_of,
@@ -34,6 +33,7 @@ from ghostclip.graph.shared.search import (
     reads_examples,
     shared_input_error,
     shared_part,
+    unread_error,
 )
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall
@@ -81,11 +81,11 @@ class Measured:
     region: SharedSubgraph | None
     gradients: Gradients | None = None
 
-    def hides_rows(self, calls: Sequence[LayerCall]) -> bool:
-        """Whether some rows of these uses of layers, or at a boundary, were not shown though their owner matters."""
+    def seen(self, calls: Sequence[LayerCall]) -> list[Owned]:
+        """What was found of boundaries, and of uses of layers but shared ones, whose gradients weren't zero."""
         boundaries = () if self.region is None else self.region.boundaries
         subjects: list[Subject] = [*calls, *(boundary.edge for boundary in boundaries)]
-        return any(self.owned[each].used is not None for each in subjects)
+        return [self.owned[each] for each in subjects if not (self.owned[each].zero or each in self.shared_calls)]
 
     @property
     def shared_calls(self) -> set[LayerCall]:
@@ -202,6 +202,6 @@ def _shared_by_all(
             if doubt is not Doubt.NOTHING:
                 continue
             for call in (each for each in batch.uses.calls if owned[each].unread):
-                raise disputed_error(call, batch.names.layer(call)) from error
+                raise unread_error(call, batch.names.layer(call)) from error
             raise
     return None

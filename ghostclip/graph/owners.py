@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,9 +41,6 @@ from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex
 
 __all__ = ["Gradients", "owners", "spreads"]
-
-# Gradients that show nothing (`MarkScheme.least`) count for nothing beside numbers up to this one.
-LARGE = 2.0**30
 
 # {(subject, dimension): `numbers` of the rows along it, [2, rows]; of n backwards, [n, 2, rows]}.
 Found = dict[tuple[Subject, int], Tensor]
@@ -84,17 +81,7 @@ def owners(
         if half
         else MarkScheme.of_batch(examples)
     )
-    beside_large = set[Subject]()
-
-    def note(subject: Subject, inputs: tuple[Tensor, ...], grad: Tensor, largest: Tensor) -> None:
-        if gradients is not None:
-            gradients[subject] = inputs, grad
-        hidden = bool((largest <= scheme.least(largest.dtype)).any())
-        # What operations keep isn't read: checkpointing would compute it again.
-        if hidden and not (isinstance(subject, LayerCall) and all(map(_is_small, inputs))):
-            beside_large.add(subject)
-
-    plain = backward(torch.full_like(losses, scheme.plain), note)
+    plain = backward(torch.full_like(losses, scheme.plain), gradients)
     sizes = None if half else _sizes(sized, plain, examples)
     marks = scheme.drawn_apart(losses, sizes)
     seen, finite = _stacked([backward(each) for each in marks]), losses.detach().isfinite()
@@ -104,9 +91,7 @@ def owners(
         again = scheme.drawn(losses, sizes)[None]
         measured.add(again, _stacked([backward(each) for each in again]))
     owned = {subject: each or measured.in_any_order(subject) for subject, each in found.items()}
-    if any(owned[call].examples and not owned[call].is_regular for call in calls):
-        owned |= {call: measured.in_own_order(call, owned[call]) for call in calls}
-    owned |= {each: replace(owned[each], used=measured.shown(each, owned[each])) for each in beside_large}
+    owned = {subject: measured.with_hidden(subject, each) for subject, each in owned.items()}
     for start in scheme.starts_with_one_odd(losses) if own_code else ():
         with torch.autograd.set_detect_anomaly(False):
             now = backward(start)
@@ -149,12 +134,9 @@ def spreads(losses: Tensor, rows: Mapping[Subject, Rows], ends: Sequence[Edge], 
 
 def _backward(
     losses: Tensor, calls: Sequence[LayerCall], dims: Dims, ends: Sequence[Edge], seed: Tensor,
-    note: Callable[[Subject, tuple[Tensor, ...], Tensor, Tensor], None] = lambda *_: None,
+    gradients: Gradients | None = None,
 ) -> Found:  # fmt: skip
-    """The numbers of all gradients in a backward that starts from ``seed`` [B].
-
-    ``note`` is told of each subject, its inputs, its gradient, and the largest entries of the rows.
-    """
+    """The numbers of all gradients in a backward that starts from ``seed`` [B]; ``gradients`` gets these, too."""
     found: Found = {}
 
     def see(subject: Subject, inputs: tuple[Tensor, ...], grad: Tensor | None) -> None:
@@ -163,7 +145,8 @@ def _backward(
         own = dims[subject]
         by_dim: Any = numbers_by_dim(grad) if len(own) > 1 else {own[0]: numbers(grad, own[0])}
         found.update({(subject, dim): by_dim[dim] for dim in own})
-        note(subject, inputs, grad, by_dim[own[0]][0])
+        if gradients is not None:
+            gradients[subject] = inputs, grad
 
     leaves: list[Any] = [node for node, _ in ends if type(node) is ACCUMULATE]
     edges = [subject for subject in dims if not isinstance(subject, LayerCall)]
@@ -202,12 +185,6 @@ def _sizes(subjects: Mapping[Subject, int], plain: Found, examples: int) -> Tens
     found = [plain[key][0] for key in subjects.items()]
     found = [each.double().view(examples, -1).amax(1) for each in found if len(each) and not len(each) % examples]
     return torch.stack(found) if found else None
-
-
-def _is_small(inputs: Tensor) -> bool:
-    """Whether all numbers are finite, and small enough that a gradient that shows nothing counts for nothing."""
-    read = inputs.is_floating_point() or inputs.is_complex()
-    return not read or not inputs.numel() or bool(inputs.detach().abs().amax() <= LARGE)
 
 
 def _largest(subjects: Mapping[Subject, int], plain: Found) -> float:
@@ -296,9 +273,8 @@ class _Measured:
         found = [each for each in fitting if each.examples]  # where none is finite, any marks fit
         said = [each for each in found if not each.is_regular]
         best = said[0] if said else max(found, key=lambda each: each.examples, default=None)
-        disputed = best is not None and not said and self._disputed(subject, best, fitting)
         dims = {each.rows.dim for each in found if each.rows is not None}
-        return best and replace(best, ambiguous=len(found) > 1, crossed=len(dims) > 1, disputed=disputed)
+        return best and replace(best, ambiguous=len(found) > 1, crossed=len(dims) > 1)
 
     def _candidates(self, subject: Subject, indices: Sequence[RowIndex]) -> Iterator[Rows]:
         """What a subject's rows may be."""
@@ -307,14 +283,6 @@ class _Measured:
             yield from (Rows(dim, order) for order in rows_in_order(size, self.examples))
             yield from (Rows(dim, index) for index in indices if len(index) == size)
 
-    def shown(self, subject: Subject, own: Owned) -> Tensor | None:
-        """Which rows of a subject show whose they are, [rows] bool; None where they are in no regular order."""
-        if own.rows is None or not own.is_regular:
-            return None
-        base, seen = self.plain[subject, own.rows.dim], self.seen[subject, own.rows.dim]
-        owner = own.rows.owners(base.shape[-1], self.examples, self.marks.device)
-        return compared(base, seen, self.marks[:, owner], self.scheme).clear.all(0)
-
     def in_any_order(self, subject: Subject) -> Owned:
         """Whose a subject's rows are, by the marks that they came out with, along the dimension that shows most."""
         found = [self._one_by_one(subject, dim) for dim in self.dims[subject]]
@@ -322,39 +290,24 @@ class _Measured:
         # Where no row is finite, all are taken to be in order, if they can be: each example has what isn't finite.
         if not best.unread:
             return best
-        candidates = [(subject, rows) for rows in self._candidates(subject, ())]
-        in_order = [each for one in candidates if (each := self._fitting([one])[0]) is not None]
-        return replace(in_order[0], disputed=self._disputed(subject, in_order[0], in_order)) if in_order else best
+        candidates = ((subject, rows) for rows in self._candidates(subject, ()))
+        in_order = (each for one in candidates if (each := self._fitting([one])[0]) is not None)
+        return next(in_order, best)
 
-    def in_own_order(self, call: LayerCall, own: Owned) -> Owned:
-        """What a layer's rows are where those of another one are in no order: none is said to be by its place alone.
+    def with_hidden(self, subject: Subject, own: Owned) -> Owned:
+        """What is known of a subject, and which of its rows are hidden: zero, tiny or not finite, so that they fit any.
 
-        A model that is called once for each example may have as many rows in a call as there are examples. All are
-        those of one example, though zeros, or gradients that aren't finite, fit an order.
+        A row that was shown beside them to be its place's example's is so. A hidden one need not be: an expert that is
+        sent the tokens [1, 1, 2, 3] of four examples has the rows of four in order, but for the first one.
         """
-        if not own.is_regular or own.shown:
+        if own.rows is None or own.zero or own.whole:
             return own
-        assert own.rows is not None
-        found = self._one_by_one(call, own.rows.dim)
-        if own.unread or found is None:
-            return replace(own, disputed=self.finite is None)  # else each row is of an example whose loss isn't finite
-        return replace(own, rows=found.rows)
-
-    def _disputed(self, subject: Subject, chosen: Owned, fitting: Sequence[Owned]) -> bool:
-        """Whether rows that aren't finite are other examples' in another order that fits than in the ``chosen`` one.
-
-        In a batch of two, [[0, 0], [NaN, 4.5]] is a gradient of zeros and one that isn't finite along dimension 0, and
-        one that isn't finite and 4.5 along dimension 1. A dimension of whose rows none is finite, as that of time
-        beside one example of NaN, is no dispute; nor are examples whose loss isn't finite, which are left out anyway.
-        """
-        blamed = set()
-        for each in fitting if len(fitting) > 1 else ():
-            assert each.rows is not None
-            largest = self.plain[subject, each.rows.dim][0]
-            odd, owner = ~largest.isfinite(), each.rows.owners(len(largest), self.examples, largest.device)
-            if each is chosen or not bool(odd.all()):
-                blamed.add(frozenset(owner[odd if self.finite is None else odd & self.finite[owner]].tolist()))
-        return len(blamed) > 1
+        base, seen = self.plain[subject, own.rows.dim], self.seen[subject, own.rows.dim]
+        owner = own.rows.owners(base.shape[-1], self.examples, self.marks.device)
+        clear = compared(base, seen, self.marks[:, owner], self.scheme).clear.all(0)
+        hidden = base[0, ~clear]
+        faint = self.scheme.floor is not None and bool((hidden.isfinite() & (hidden > 0)).any())
+        return replace(own, shown_rows=clear, faint=faint, odd=not bool(hidden.isfinite().all()))
 
     def touched(self, subject: Subject, own: Owned, start: Tensor, now: Found) -> bool:
         """Whether what was done to some examples changed rows of others.

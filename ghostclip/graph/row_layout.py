@@ -15,12 +15,15 @@ from ghostclip.graph.owners import Gradients
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.rows import Owned, Rows, Subject
-from ghostclip.graph.shared.search import disputed_error, mixing_error
+from ghostclip.graph.shared.search import mixing_error
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall, Sink
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["RowLayout", "ZeroGradientCheck", "any_owner", "check_calls", "row_layout"]
+__all__ = ["RowLayout", "ZeroGradientCheck", "check_calls", "of_nobody", "row_layout"]
+
+
+Regrouping = tuple[int, RowOrder, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -29,23 +32,26 @@ class RowLayout:
 
     Attributes:
         calls: every use of a parameter.
-        regrouping: {id(call): (rows of each example, their order)} of calls without one row of each example in the
-            order of the losses. Where the order is an index, the number means nothing.
+        regrouping: {id(call): (rows of each example, their order, those that are used)}, as `regrouped` takes them, of
+            calls without one row of each example in the order of the losses. Where the order is an index, the number
+            means nothing.
         rows: of every layer's use, and of the tensors at which parameters used outside of layers meet the examples.
         stored: whether the next batch like this one is taken to be laid out alike.
         measured: whether this one was measured.
         half: whether some operation computes in float16; False where the batch was measured.
         gradients: of a backward from ones, of all layers and boundaries; None where they weren't held.
+        drops_odd: whether rows that aren't finite are nobody's here.
         check: what is left to be seen in the gradients of the pass itself; nothing is clipped before.
     """
 
     calls: list[LayerCall]
-    regrouping: Mapping[int, tuple[int, RowOrder]]
+    regrouping: Mapping[int, Regrouping]
     rows: Mapping[Subject, Rows] = field(default_factory=dict)
     stored: bool = True
     measured: bool = False
     half: bool = False
     gradients: Gradients | None = None
+    drops_odd: bool = False
     check: ZeroGradientCheck | None = None
 
 
@@ -83,23 +89,24 @@ def row_layout(
     """The layout of one batch; each call is told where its examples are."""
     shared = set() if region is None else set(region.calls.values())
     calls = [call for call in uses.calls if call not in shared]
-    regrouping: dict[int, tuple[int, RowOrder]] = {}
+    regrouping: dict[int, Regrouping] = {}
     for call in calls:
         own = rows[call]
         call.batch_dim = own.dim
         count = own.count(call.shape[own.dim], examples)
-        if count != 1 or isinstance(own.order, RowIndex):
-            regrouping[id(call)] = count, own.order
+        if count != 1 or isinstance(own.order, RowIndex) or own.used is not None:
+            regrouping[id(call)] = count, own.order, own.used
     if region is None:
         return RowLayout(calls, regrouping, rows, **rest)
     met: dict[Subject, Rows] = {each.edge: each.rows for each in region.boundaries}
     return RowLayout([*calls, *region.uses], regrouping, {**rows, **met}, **rest)
 
 
-def any_owner(call: LayerCall, examples: int) -> RowIndex:
-    """For a use whose gradient is zero: its rows count for nobody, lest 0 * inf of one example be another's NaN."""
-    nobody = torch.zeros(call.shape[call.batch_dim], dtype=torch.int64, device=call.device)
-    return RowIndex(nobody, examples, used=nobody.bool())
+def of_nobody(call: LayerCall, dim: int, examples: int) -> Rows:
+    """The rows of a use whose gradient is zero: they count for nobody, lest 0 * inf of one example be another's NaN."""
+    none = torch.zeros(call.shape[dim], dtype=torch.bool, device=call.device)
+    in_order = len(none) and not len(none) % examples
+    return Rows(dim, "example" if in_order else RowIndex(none.long(), examples), none)
 
 
 def check_calls(
@@ -113,8 +120,6 @@ def check_calls(
             raise mixing_error(uses.capturing[call], names)
         if found.rows is None or found.zero:
             continue
-        if found.disputed and call not in shared:
-            raise disputed_error(call, names.layer(call))
         if found.rows.dim != call.batch_dim and "ghost_batch_dim" in vars(call.layer):
             raise UnsupportedModelError(
                 f"{names.layer(call)}: wrap(model, batch_dim=...) says that examples are in dimension "

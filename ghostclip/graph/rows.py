@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,10 +25,12 @@ class Rows:
         dim: the dimension.
         order: "example" where the rows of one example lie together, "row" where every B-th row is one of the same
             example, and an index for any other order.
+        used: [rows] bool, False for those that are nobody's, whatever they hold; None where all are somebody's.
     """
 
     dim: int
     order: RowOrder
+    used: Tensor | None = field(default=None, compare=False)
 
     def count(self, size: int, examples: int) -> int:
         """Rows of each example; an index says by itself."""
@@ -53,9 +55,9 @@ class Owned:
         ambiguous: the rows fit another order or dimension as well, as where only a diagonal isn't zero.
         crossed: they fit another dimension as well.
         whole: every row was shown.
-        disputed: in such another order, rows that aren't finite would be those of other examples.
-        used: which rows were shown, [rows] bool, where others may be multiplied with numbers that are large or not
-            finite: 0 * inf is NaN. None: these matter for nobody's gradient.
+        shown_rows: which rows were, [rows] bool; None where all were, or none since all are zero.
+        faint: others are small beside the largest gradient of the batch, not zero (in float16).
+        odd: others aren't finite.
     """
 
     rows: Rows | None
@@ -65,8 +67,9 @@ class Owned:
     ambiguous: bool = False
     crossed: bool = False
     whole: bool = False
-    disputed: bool = False
-    used: Tensor | None = None
+    shown_rows: Tensor | None = None
+    faint: bool = False
+    odd: bool = False
 
     @property
     def shown(self) -> bool:
@@ -93,12 +96,16 @@ class Owned:
         """Whether every example has as many rows, in order."""
         return self.rows is not None and not isinstance(self.rows.order, RowIndex)
 
-    def shown_rows(self, size: int, examples: int) -> Rows | None:
-        """``rows``, of which those that were not shown belong to nobody, where they matter."""
-        if self.used is None or self.rows is None:
-            return self.rows
-        owners = self.rows.owners(size, examples, self.used.device)
-        return Rows(self.rows.dim, RowIndex(owners, examples, self.used))
+    @property
+    def is_partly_shown(self) -> bool:
+        """Whether some row was not shown, and is no zero of a gradient of zeros."""
+        return self.shown_rows is not None
+
+    @property
+    def surely(self) -> Rows:
+        """``rows``, which must be there, without those that were not shown: these are nobody's."""
+        assert self.rows is not None
+        return replace(self.rows, used=self.shown_rows) if self.is_regular else self.rows
 
     @property
     def is_shared(self) -> bool:

@@ -116,8 +116,12 @@ class RowIndex:
 RowOrder = str | RowIndex
 
 
-def regrouped(term: PerExampleGrads, count: int, row_order: RowOrder) -> PerExampleGrads:
-    """The term of B examples from that of their rows; ``count`` of each, where they have as many."""
+def regrouped(term: PerExampleGrads, count: int, row_order: RowOrder, used: Tensor | None = None) -> PerExampleGrads:
+    """The term of B examples from that of their rows; ``count`` of each, where they have as many.
+
+    Rows that aren't ``used`` [rows] are nobody's, whatever they hold.
+    """
+    term = term if used is None else term.keep_only(used)
     if not isinstance(row_order, RowIndex):
         return term if count == 1 else term.split_rows(count, row_order)
     term = term if row_order.used is None else term.keep_only(row_order.used)

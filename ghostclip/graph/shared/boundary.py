@@ -86,14 +86,17 @@ class BroadcastBoundary:
 
     def entries(self, grad: Tensor) -> Sequence[Tensor]:
         """For each example, which entries along ``dim`` of a tensor of the output's shape are its own."""
-        if isinstance(self.rows.order, RowIndex):
-            return self.rows.order.entries()
-        numbers = torch.arange((*grad.shape, 1)[self.dim], device=grad.device)
-        return split_examples(numbers, self.count, self.rows.order).unbind()
+        order, used = self.rows.order, self.rows.used
+        if isinstance(order, RowIndex):
+            found, used = order.entries(), order.used
+        else:
+            numbers = torch.arange((*grad.shape, 1)[self.dim], device=grad.device)
+            found = split_examples(numbers, self.count, order).unbind()
+        return found if used is None else [each[used[each]] for each in found]
 
     def regrouped(self, term: PerExampleGrads) -> PerExampleGrads:
         """The term of the examples from that of the entries along ``dim``."""
-        return regrouped(term, self.count, self.rows.order)
+        return regrouped(term, self.count, self.rows.order, self.rows.used)
 
     def sums(self, tensor: Tensor) -> Tensor:
         """[B, *the other dimensions] of a tensor of the output's shape."""

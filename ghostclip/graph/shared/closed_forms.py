@@ -114,7 +114,7 @@ def _of_grouped_product(boundary: BroadcastBoundary, grad: Tensor, slot: int) ->
     x, (_, transposed) = boundary.node._saved_self, untransposed(boundary.input(slot))
     left, right = (grad, x) if transposed else (x, grad)
     term = OuterProduct(left.unsqueeze(1), right.unsqueeze(1), torch.Size((1, *shape_of(targets[0][0])[1:])))
-    used = boundary.rows.order.used if isinstance(boundary.rows.order, RowIndex) else None
+    used = boundary.rows.order.used if isinstance(boundary.rows.order, RowIndex) else boundary.rows.used
     term = term if used is None else term.keep_only(used)
     index = boundary.rows.owners(len(grad), boundary.examples, grad.device)
     return [
@@ -128,7 +128,9 @@ def _of_batched_product(boundary: BroadcastBoundary, grad: Tensor, slot: int) ->
     if boundary.is_product(slot):
         return _of_product(boundary, grad, slot)
     order = boundary.rows.order
-    if boundary.dim != (2, 1)[slot] or isinstance(order, RowIndex) or grad.is_complex():
+    if boundary.dim != (2, 1)[slot] or isinstance(order, RowIndex) or boundary.rows.used is not None:
+        return None
+    if grad.is_complex():
         return None
     factors = (grad.mT, boundary.node._saved_mat2.mT) if slot == 0 else (boundary.node._saved_self, grad)
     own = [split_examples(to_float32(each).movedim(1, 0), boundary.count, order) for each in factors]

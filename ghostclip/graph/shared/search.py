@@ -27,7 +27,6 @@ from ghostclip.nn.base import LayerCall
 
 __all__ = [
     "Doubt",
-    "disputed_error",
     "edges_above",
     "edges_near",
     "edges_of",
@@ -37,6 +36,7 @@ __all__ = [
     "region_up_to_losses",
     "shared_input_error",
     "shared_part",
+    "unread_error",
 ]
 
 
@@ -220,8 +220,6 @@ def _boundaries(
         rows = owned[edge].rows
         if owned[edge].zero or rows is None:
             continue
-        if owned[edge].disputed:
-            raise disputed_error(node, f"what {node.name()} gives")
         found.append(BroadcastBoundary(*edge, rows, examples, slots))
     return found
 
@@ -246,13 +244,13 @@ def _refuse_mixed(
                 raise mixing_error(node, names)
 
 
-def disputed_error(place: Any, name: str) -> UnsupportedModelError:
-    """The error about rows that aren't finite, of which it can't be told whose they are (`Owned.disputed`)."""
+def unread_error(call: LayerCall, name: str) -> UnsupportedModelError:
+    """The error about a layer of whose gradient no row is finite, where it matters whether all examples share it."""
     return UnsupportedModelError(
         f"{name}: this batch doesn't show which example's gradient is not finite, or whether examples mix; nothing was "
         "clipped. Look for what is not finite in its inputs or its backward (a square root of 0, a division by 0), or "
         "take larger physical batches",
-        name=name if isinstance(place, LayerCall) else "", place=place,
+        name=name, place=call,
     )  # fmt: skip
 
 

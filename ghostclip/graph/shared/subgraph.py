@@ -7,8 +7,9 @@ of the graph: by formulas for tables and computed weights (computed.py), else by
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -110,9 +111,9 @@ class SharedSubgraph:
         if wanted is not None and not any(use in wanted for use in self.uses):
             return
         with full_precision(losses.device), without_hooks(list(self._parameters.values())):
-            found = self._down(self._terms(grads))
+            found = self._down(self._terms(grads), losses.detach())
         grads.clear()
-        _refuse_spread(losses.detach(), found)
+        _refuse_spread(losses.detach(), chain.from_iterable(found.values()))
         for key, use in self._uses.items():
             use.found = combined(found.pop(key)) if key in found else None
             sink(use, (), losses if use.found is None else use.found.tensors[0])
@@ -126,7 +127,7 @@ class SharedSubgraph:
                 found.setdefault(target, []).append(term)
         return found
 
-    def _down(self, terms: dict[Target, list[PerExampleGrads]]) -> dict[Part, list[PerExampleGrads]]:
+    def _down(self, terms: dict[Target, list[PerExampleGrads]], losses: Tensor) -> dict[Part, list[PerExampleGrads]]:
         """Each example's gradients at the uses, given those at tensors of the region."""
         found: dict[Part, list[PerExampleGrads]] = {}
         left: dict[Edge, PerExampleGrads] = {}
@@ -143,9 +144,12 @@ class SharedSubgraph:
         if left:
             outputs = [GradientEdge(*edge) for edge in left]
             pulled = pulled_back(outputs, [*self._parameters.values()], list(left.values()))
-            for owner, below in zip(self._parameters, pulled, strict=True):
-                if below is not None:
-                    found.setdefault((owner, None), []).append(Dense(below))
+            whole = {
+                owner: Dense(below) for owner, below in zip(self._parameters, pulled, strict=True) if below is not None
+            }
+            _refuse_spread(losses, whole.values(), is_pulled=True)
+            for owner, term in whole.items():
+                found.setdefault((owner, None), []).append(term)
         return found
 
     def _by_formula(self, edge: Edge, term: PerExampleGrads) -> dict[int, PerExampleGrads] | None:
@@ -163,18 +167,24 @@ def parameters_of(call: LayerCall) -> dict[int, Any]:
     return {id(call.owners[name]): call.owners[name] for name in call.own}
 
 
-def _refuse_spread(losses: Tensor, found: dict[Part, list[PerExampleGrads]]) -> None:
-    """Raises UnsupportedModelError where what isn't finite came from one example to another's gradients.
+def _refuse_spread(losses: Tensor, found: Iterable[PerExampleGrads], is_pulled: bool = False) -> None:
+    """Raises UnsupportedModelError where what isn't finite may have come from one example to another's gradients.
 
-    Those of examples with finite losses [B] would be left out for another's, which no bound covers.
+    Those of examples with finite losses [B] would be left out for another's, which no bound covers. Where all losses
+    are finite, only gradients that were pulled back through several operations may have done so; one example's may be
+    its own.
     """
-    if is_traced() or bool((finite := losses.isfinite()).all()):
+    if is_traced():
         return
-    for term in (term for terms in found.values() for term in terms if isinstance(term, Dense)):
+    finite = losses.isfinite()
+    all_are = bool(finite.all())
+    if all_are and not is_pulled:
+        return
+    for term in (term for term in found if isinstance(term, Dense)):
         own = term.gradients.isfinite().reshape(term.examples, -1).all(1)
-        if len(own) == len(finite) and bool((finite & ~own).any()):
+        if len(own) == len(finite) and int((finite & ~own).sum()) > all_are:
             raise UnsupportedModelError(
-                "an example whose loss is not finite spoils the gradients of others, through a parameter that is used "
-                "outside of every layer with a rule, so that it can't be left out alone; give the module a rule (see "
-                "CONTRIBUTING.md), or leave such examples out of the data"
+                "an example whose loss or gradient is not finite spoils the gradients of others, through a parameter "
+                "that is used outside of every layer with a rule, so that it can't be left out alone; give the module "
+                "a rule (see CONTRIBUTING.md), or leave such examples out of the data"
             )
