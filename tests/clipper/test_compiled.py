@@ -13,7 +13,6 @@ from cases import CASES
 from comparing import TOLERANCE, assert_close, every_pass, truth, typical_norm
 from graphs import Interpreted, assert_as_eager, interpret
 from scipy.stats import binom
-from torch._inductor.utils import run_and_get_code
 from torch.utils._pytree import tree_leaves
 
 import ghostclip
@@ -167,6 +166,7 @@ NOT_WRITTEN_DOWN = {
 
 
 @pytest.mark.parametrize(("loss_fn", "reason"), NOT_WRITTEN_DOWN.values(), ids=NOT_WRITTEN_DOWN)
+@pytest.mark.one_in(2)
 def test_what_can_not_be_written_down_is_refused(loss_fn, reason):
     compiled = clipped(loss_fn, [0] * 6).compiled
     assert compiled.graphs == 0
@@ -488,13 +488,20 @@ def test_a_loss_function_that_fills_gradients_is_refused_compiled_too():
 def test_a_graph_is_made_for_the_sizes_that_it_has(monkeypatch):
     """Sizes as symbols, as inductor takes them by itself, made a graph's kernels divide by them for every number."""
     monkeypatch.undo()
-    inputs = [torch.randn(8, 1, 6, 6), torch.randn(3, 1, 3, 3)]
+    from torch._inductor import cpu_vec_isa
+    from torch._inductor.async_compile import AsyncCompile
+
+    inputs, kernels = [torch.randn(8, 1, 6, 6), torch.randn(3, 1, 3, 3)], []
+    written = lambda self, types, source: kernels.append(source) or (lambda *arguments: None)  # noqa: E731
+    # A C++ compiler would take half a minute, for these and to find out what the processor has.
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", written)
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
 
     def step(images, weight):
         return (torch.ops.aten.max_pool2d_with_indices(torch.conv2d(images, weight), [2, 2])[0],)
 
     graph = region.trace(step, inputs, [each + 1 for each in inputs])
     with torch._inductor.config.patch(force_disable_caches=True):
-        made, (code,) = run_and_get_code(region.Region, graph, inputs)
-    assert "ks0" not in code
-    torch.testing.assert_close(made(*inputs), step(*inputs))
+        region.Region(graph, inputs)
+    assert kernels
+    assert not any("ks0" in source for source in kernels)
