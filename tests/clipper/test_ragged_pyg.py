@@ -1,4 +1,9 @@
-"""Graph layers of torch_geometric, and its batches, through the clipper and the engine."""
+"""Graph layers of torch_geometric, and its batches, through the clipper and the engine.
+
+It is imported in tests alone: that takes seconds, which no process should need that runs others.
+"""
+
+import importlib.util
 
 import oracle
 import pytest
@@ -11,28 +16,25 @@ from torch.nn import functional as F
 from ghostclip import GhostClipper, PrivacyEngine, UnsupportedModelError, VerificationError
 from ghostclip.self_check import first_steps
 
-pyg = pytest.importorskip("torch_geometric")
-from torch_geometric import nn as gnn  # noqa: E402
-from torch_geometric.data import Batch, Data  # noqa: E402
-from torch_geometric.loader import DataLoader  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:the DataLoader's", "ignore::DeprecationWarning:torch_geometric", "ignore::FutureWarning"
-)
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("torch_geometric") is None, reason="torch_geometric is not installed"),
+    pytest.mark.filterwarnings("ignore:the DataLoader's", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 FEATURES, WIDTH = 5, 6
 LAYERS = {
-    "GCN": lambda d: gnn.GCNConv(d, WIDTH),
-    "GAT": lambda d: gnn.GATConv(d, 3, heads=2),
-    "GATv2": lambda d: gnn.GATv2Conv(d, 3, heads=2, add_self_loops=False),
-    "GIN": lambda d: gnn.GINConv(nn.Sequential(nn.Linear(d, 7), nn.ReLU(), nn.Linear(7, WIDTH)), train_eps=True),
-    "SAGE": lambda d: gnn.SAGEConv(d, WIDTH),
-    "GraphConv": lambda d: gnn.GraphConv(d, WIDTH),
-    "Transformer": lambda d: gnn.TransformerConv(d, WIDTH),
+    "GCN": lambda gnn, d: gnn.GCNConv(d, WIDTH),
+    "GAT": lambda gnn, d: gnn.GATConv(d, 3, heads=2),
+    "GATv2": lambda gnn, d: gnn.GATv2Conv(d, 3, heads=2, add_self_loops=False),
+    "GIN": lambda gnn, d: gnn.GINConv(nn.Sequential(nn.Linear(d, 7), nn.ReLU(), nn.Linear(7, WIDTH)), train_eps=True),
+    "SAGE": lambda gnn, d: gnn.SAGEConv(d, WIDTH),
+    "GraphConv": lambda gnn, d: gnn.GraphConv(d, WIDTH),
+    "Transformer": lambda gnn, d: gnn.TransformerConv(d, WIDTH),
 }  # fmt: skip
 
 
 def network(layer):
     """Two graph layers, a mean over each graph, a linear head."""
+    from torch_geometric import nn as gnn
 
     def wiring(m, batch):
         h = m.first(batch.x, batch.edge_index).tanh()
@@ -40,7 +42,7 @@ def network(layer):
         return m.head(gnn.global_mean_pool(h, batch.batch, batch.num_graphs))
 
     parts = {"norm": gnn.LayerNorm(WIDTH, mode="node"), "head": gnn.Linear(WIDTH, 3)}
-    return Wired(wiring, first=layer(FEATURES), second=layer(WIDTH), **parts)
+    return Wired(wiring, first=layer(gnn, FEATURES), second=layer(gnn, WIDTH), **parts)
 
 
 def losses(model, batch):
@@ -53,6 +55,8 @@ def index_of(batch):
 
 
 def graph(nodes, dtype=torch.float64):
+    from torch_geometric.data import Data
+
     edges = torch.randint(0, nodes, (2, 2 * nodes))
     return Data(x=torch.randn(nodes, FEATURES, dtype=dtype), edge_index=edges, y=torch.randint(0, 3, (1,)))
 
@@ -65,6 +69,8 @@ def _seeded():
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 @pytest.mark.one_in(3)
 def test_clipped_sums_are_those_of_a_loop_over_graphs_and_an_edge_between_them_is_refused(layer):
+    from torch_geometric.data import Batch
+
     graphs = [graph(nodes) for nodes in (3, 6, 1, 12, 4)]
     model = network(layer).double()
     each = [oracle.grads_of_single_losses(model, losses(model, Batch.from_data_list([g]))) for g in graphs]
@@ -88,6 +94,8 @@ def connected(batch):
 
 def one_layer():
     """Sums features before its only layer: no gradient shows whose they are."""
+    from torch_geometric import nn as gnn
+
     layer = gnn.GINConv(nn.Linear(FEATURES, 3))
     pool = gnn.global_add_pool
     return Wired(lambda m, b: pool(m.layer(b.x, b.edge_index), b.batch, b.num_graphs), layer=layer)
@@ -95,6 +103,8 @@ def one_layer():
 
 def test_the_engine_trains_on_its_batches_and_swaps_their_features(monkeypatch):
     """At every step: a swap shows the edge only where its ends are in different halves of the batch."""
+    from torch_geometric.loader import DataLoader
+
     monkeypatch.setattr(first_steps, "SELDOM", 1)
     data = [graph(1 + n % 5, torch.float32) for n in range(24)]
 
