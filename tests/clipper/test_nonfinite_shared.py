@@ -140,23 +140,23 @@ def expected_of_all(name: str, examples: int) -> dict[str, Tensor]:
     return expected(model_of(name), batch(name, examples, 1), list(range(examples)))
 
 
+@every_pass
+@pytest.mark.parametrize(("where", "value"), SPOILT)
 @pytest.mark.parametrize("examples", [2, 4, 8])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_in(24)
-def test_examples_that_are_not_finite_in_the_first_batch(name: str, examples: int) -> None:
+@pytest.mark.one_in(72)
+def test_examples_that_are_not_finite_in_the_first_batch(name, examples, where, value, second_pass) -> None:
     """Batches after it, of that size and of others, are exact."""
-    for number, (where, value) in enumerate(SPOILT):
-        model, second_pass = model_of(name), ("reweight", "cached")[number % 2]
-        clipper = GhostClipper(ghostclip.wrap(model), MAX_NORM, second_pass=second_pass)
-        inputs = spoilt(name, examples, where, value)
-        others = [] if where.startswith("all") else [i for i in range(examples) if i != BAD]
-        result = clipper.backward(model(*inputs))
-        assert [i for i, weight in enumerate(result.weights) if weight] == others
-        assert_dicts_close(gradients(model), expected(model, inputs, others), 1e-9)
-        for size in (examples, 3, 4, 8, 2):
-            model.zero_grad()
-            clipper.backward(model(*batch(name, size, 1)))
-            assert_dicts_close(gradients(model), expected_of_all(name, size), 1e-9)
+    model, inputs = model_of(name), spoilt(name, examples, where, value)
+    clipper = GhostClipper(ghostclip.wrap(model), MAX_NORM, second_pass=second_pass)
+    others = [] if where.startswith("all") else [i for i in range(examples) if i != BAD]
+    result = clipper.backward(model(*inputs))
+    assert [i for i, weight in enumerate(result.weights) if weight] == others
+    assert_dicts_close(gradients(model), expected(model, inputs, others), 1e-9)
+    for size in (examples, 3, 4, 8, 2):
+        model.zero_grad()
+        clipper.backward(model(*batch(name, size, 1)))
+        assert_dicts_close(gradients(model), expected_of_all(name, size), 1e-9)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -225,26 +225,23 @@ CALLS += [(policy, "compiled") for policy in POLICIES if policy not in ("adaptiv
 
 @every_pass
 @pytest.mark.parametrize(("policy", "call"), CALLS)
-@pytest.mark.one_in(24)
-def test_an_example_with_a_finite_loss_and_one_gradient_that_is_not(policy, second_pass, call, monkeypatch) -> None:
+@pytest.mark.parametrize("name", SATURATED)
+@pytest.mark.one_in(33)
+def test_an_example_with_a_finite_loss_and_one_gradient_that_is_not(name, policy, second_pass, call, monkeypatch):
     """What comes back to the matrix is zero, and zero times inf is no gradient of zero."""
     if call == "compiled":
         interpret(monkeypatch)
-    for name in SATURATED:
-        model, inputs = saturated_below(name), batch("positions [T] added", 4)
-        clipper = GhostClipper(model, POLICIES[policy](), second_pass=second_pass, compile=call == "compiled")
-        sums: dict[bool, dict[str, Tensor]] = {}
-        for spoil in (False, True) if call != "compiled" else (False,) * 6 + (True,):
-            model.zero_grad()
-            if spoil:
-                inputs[0][BAD, 2] = torch.inf
-            losses = model(*inputs)
-            assert bool(losses.isfinite().all())
-            result = clipper.backward(losses) if call == "backward" else clipper.clip(loss_fn, tuple(inputs))
-            others = [i for i in range(4) if not spoil or i != BAD]
-            if spoil not in sums:
-                sums[spoil] = by_loop(model, clipper.clipping, [x[others] for x in inputs])
-            assert_dicts_close(gradients(model), sums[spoil], 1e-9)
-        weights = result.weights.values() if isinstance(result.weights, dict) else [result.weights]
-        assert all(float(weight[BAD]) == 0.0 for weight in weights)
-        assert clipper.compiled is None or clipper.compiled.refusals == []
+    model, fine, compiled = saturated_below(name), batch("positions [T] added", 4), call == "compiled"
+    clipper = GhostClipper(model, POLICIES[policy](), second_pass=second_pass, compile=compiled)
+    spoilt = [fine[0].clone(), *fine[1:]]
+    spoilt[0][BAD, 2] = torch.inf
+    # Graphs are in use from the fifth batch on.
+    for inputs, others in [(fine, [0, 1, 2, 3])] * (6 if compiled else 1) + [(spoilt, [0, 2, 3])]:
+        model.zero_grad()
+        losses = model(*inputs)
+        assert bool(losses.isfinite().all())
+        result = clipper.backward(losses) if call == "backward" else clipper.clip(loss_fn, tuple(inputs))
+        assert_dicts_close(gradients(model), by_loop(model, clipper.clipping, [x[others] for x in inputs]), 1e-9)
+    weights = result.weights.values() if isinstance(result.weights, dict) else [result.weights]
+    assert all(float(weight[BAD]) == 0.0 for weight in weights)
+    assert clipper.compiled is None or clipper.compiled.refusals == []
