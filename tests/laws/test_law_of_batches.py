@@ -15,14 +15,14 @@ import ghostclip
 
 @pytest.mark.parametrize("program", TRAPS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_traps(program, dtype):
     """That a stored layout, or marks read carelessly, get wrong."""
     assert_letters(program, dtype)
 
 
 @pytest.mark.parametrize("name", [*MIXING, *MOVING])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_what_is_late(name):
     """Mixing that begins in the third batch is refused there; rows in another order from there on are exact."""
     assert_letters(late_program(name, "EERERR" if name in MIXING else "EEEEEE"))

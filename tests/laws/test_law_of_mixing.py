@@ -75,7 +75,7 @@ def test_a_gate_that_opens(mixture, network):
 
 
 @pytest.mark.parametrize("name", mixing.BEHIND_A_MASK, ids=lambda name: name.replace(" ", "_"))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_mask_that_opens(name):
     """The same graph: what is zero behind the mask of the first two batches is a pair of examples in the next."""
     diagonal = torch.eye(mixing.EXAMPLES, dtype=torch.bool)
@@ -99,7 +99,7 @@ def test_a_row_in_which_all_examples_have_the_same_part(examples):
 @every_hook
 @every_network
 @pytest.mark.parametrize("expect", ["RR", "EERRER"], ids=["at once", "from the third batch on"])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 def test_hooks_on_gradients(hook, network, expect):
     assert_letters(
         between(hook, network, mixing.hooked(mixing.HOOKS[hook]), expect, lambda number: (expect[number] == "R",))

@@ -43,7 +43,7 @@ def test_random_graphs(seed):
 
 
 @pytest.mark.parametrize("program", [*LAYERS, *MODELS, *DIFFICULT, *CASTS], ids=str)
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 def test_in_float32(program):
     assert_exact(program, 0, torch.float32)
 

@@ -52,14 +52,14 @@ def assert_whatever_came_before(program, honest, order, seed=0):
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.one_in(32)
+@pytest.mark.one_in(64)
 def test_any_order(program, seed):
     assert_whatever_came_before(program, program, [*range(BATCHES)], seed)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
-@pytest.mark.one_in(32)
+@pytest.mark.one_in(64)
 def test_refusals_in_between(program, spoil):
     numbers = [*range(BATCHES), *(BATCHES + number for number in SPOILT)]
     assert_whatever_came_before(spoilt(program, spoil), program, numbers)

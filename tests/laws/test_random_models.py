@@ -47,7 +47,7 @@ def assert_exact_or_refused(seed):
 
 
 @pytest.mark.parametrize("block", range(0, 1500, 20))
-@pytest.mark.one_in(25)
+@pytest.mark.one_in(75)
 def test_random_models_are_exact_or_refused(block):
     for seed in range(block, block + 20):
         assert_exact_or_refused(seed)

@@ -63,13 +63,12 @@ def test_tied_embedding_and_head_in_each_of_which_positions_cancel(positions, wi
     """Then the cross term cancels by itself, too, where neither use is small beside the sum of both."""
 
     def batches():
-        for seed in range(2):
-            for left_over in (1e-6, 1e-5, 1e-4, 1e-3):
-                torch.manual_seed(seed)
-                words = torch.randint(50, (3, 1)).expand(-1, positions).contiguous()
-                signs = torch.tensor([1.0, -1.0]).repeat(positions // 2)[:, None]
-                targets = signs * (F.one_hot(words, 50) + 0.3 * torch.randn(3, 1, 50))
-                yield words, 1e6 * (targets + left_over * torch.randn(3, positions, 50))
+        for left_over in (1e-6, 1e-5, 1e-4, 1e-3):
+            torch.manual_seed(0)
+            words = torch.randint(50, (3, 1)).expand(-1, positions).contiguous()
+            signs = torch.tensor([1.0, -1.0]).repeat(positions // 2)[:, None]
+            targets = signs * (F.one_hot(words, 50) + 0.3 * torch.randn(3, 1, 50))
+            yield words, 1e6 * (targets + left_over * torch.randn(3, positions, 50))
 
     assert worst(ghostclip.wrap(TiedHead(width=width)), tied_losses, batches()) <= SHARE
 
@@ -125,7 +124,7 @@ def test_pixels_that_cancel(shape):
 
 @pytest.mark.parametrize("factor", [1 - 2**-23, 1 - 1e-6, 1 + 1e-5, 1 - 1e-3])
 @pytest.mark.parametrize("kind", ["linear", "lstm"])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_branches_that_cancel(factor, kind):
     model = ghostclip.wrap(FanOut(factor, kind))
     assert worst(model, lambda model, inputs: model(inputs), cancelling.fan_out_batches(4)) <= SHARE

@@ -56,8 +56,8 @@ def test_transformers_conv1d_has_a_rule():
     assert type(ghostclip.unwrap(module)) is Theirs
 
 
-# One or two of a kind run in every suite; all of them are in docs/supported_models.md.
-QUICK = {"CLIP, contrastive", "GCN", "GPT-2 + LoRA"}
+# Few run in every suite; all of them are in docs/supported_models.md.
+QUICK = {"CLIP, contrastive", "GCN"}
 MARKED = [
     pytest.param(subject, id=subject.name.replace(" ", "_"), marks=[] if subject.name in QUICK else [pytest.mark.slow])
     for subject in SUBJECTS
