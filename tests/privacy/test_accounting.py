@@ -118,7 +118,7 @@ def test_the_full_batch_is_the_gaussian_mechanism(options: dict[str, Any], moved
 def test_rounding_of_transforms_takes_nothing_off_small_deltas(sigma: float, steps: int) -> None:
     """Losses of nearly all of the data are composed by transforms, those of all of it have a closed form."""
     setting = {"noise_multiplier": sigma, "steps": steps}
-    for delta in (1e-8, 1e-9, 1e-10, 1e-11, 1e-12):
+    for delta in (1e-8, 1e-10, 1e-12):
         exact = accounting.epsilon(**setting, delta=delta, sample_rate=1.0)
         composed = [SampledGaussian(1.0 - 1e-12, sigma, steps)]
         assert exact <= accounting.epsilon_of(composed, delta=delta) * (1 + 1e-8)
@@ -140,7 +140,7 @@ def test_releases_over_all_data_are_one_gaussian_release(delta: float) -> None:
     assert accounting.epsilon_of(mixed, delta=delta) > got
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("target", "steps", "options"),
     [

@@ -139,13 +139,14 @@ def test_one_run_arguments_are_checked(changes, message):
 def audited(model=None, dataset=None, **changes):
     """An audit of a small training: full batches of eight examples, one step, little noise."""
     options = {
-        "batch_size": 8, "noise_multiplier": 0.5, "steps": 1, "draws": 600, "canaries": 0, "clipping": 2.0,
+        "batch_size": 8, "noise_multiplier": 0.5, "steps": 1, "draws": 200, "canaries": 0, "clipping": 2.0,
         "confidence": 0.999,
     }  # fmt: skip
     model = network() if model is None else model
     return audit(model, losses_of, data(8) if dataset is None else dataset, **options | changes)
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_an_audit_of_a_sound_engine_is_consistent_and_leaves_the_user_s_model_alone():
     model, dataset, state = network(), data(8), torch.get_rng_state()
     found = audited(model, dataset, draws=600, canaries=4, confidence=0.9999)
@@ -242,7 +243,7 @@ TRIALS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("options", TRIALS.values(), ids=TRIALS)
 def test_trials_of_every_kind_hold(options):
-    found = audited(**{"dataset": data(16), **options}, confidence=SURE, noise_multiplier=0.3, canaries=4)
+    found = audited(**{"dataset": data(16), **options}, draws=600, confidence=SURE, noise_multiplier=0.3, canaries=4)
     assert not found.violated
     assert found.white_box.sample_rate == (0.5 if "sampled" in options else 1.0)
     assert found.white_box.trials == 600 // options.get("steps_per_trial", 1)
@@ -291,12 +292,14 @@ def test_a_canary_whose_gradient_is_not_finite_is_refused():
 
 
 @pytest.mark.parametrize("clipping", [Composed(ByLayer(), 2.0, noise=EqualNoise()), Composed(Whole(), 2.0, AutoV())])
+@pytest.mark.usefixtures("coarse_losses")
 def test_policies_that_learn_the_groups_of_a_model_are_audited(clipping):
     found = audited(dataset=data(16), clipping=clipping, canaries=4, confidence=SURE, noise_multiplier=0.3)
     assert not found.violated
     assert found.one_run.canaries == 4
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_groups_by_the_names_of_the_user_s_parameters_are_attacked_in_the_white_box():
     groups = {"first": ["0.*"], "rest": ["[!0].*"]}
     assert not audited(clipping=Grouped(groups, max_norm=1.0), canaries=0, confidence=SURE).violated

@@ -298,6 +298,14 @@ def test_a_checkpoint_with_a_ledger_needs_that_ledger(tmp_path: Path, ledger: Pa
         rolled_back.restore(tmp_path / "x")
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two steps of `engine_of`."""
+    folder = tmp_path_factory.mktemp("saved") / "x"
+    go(engine_of(), 2).save(folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -315,12 +323,11 @@ def test_a_checkpoint_with_a_ledger_needs_that_ledger(tmp_path: Path, ledger: Pa
         ({"dtype": torch.float64}, r"0\.weight is float32 \[8, 5\] in it and float64 \[8, 5\] here"),
     ],
 )
-def test_another_configuration_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    go(engine_of(), 2).save(tmp_path / "x")
+def test_another_configuration_is_refused_by_name(changes: dict[str, Any], message: str, saved: Path) -> None:
     other = go(engine_of(**changes), 1)
     before = state_of(other)
     with pytest.raises(PrivacyError, match=f"is of another configuration: .*{message}"):
-        other.restore(tmp_path / "x")
+        other.restore(saved)
     assert state_of(other) == before
     assert other.steps_taken == 1
     go(other, 1)
@@ -372,8 +379,7 @@ def test_a_checkpoint_that_does_not_say_its_rows_is_warned_of(tmp_path: Path, ca
         assert ("doesn't say which rows a Subset picked" in caplog.text) == warned
 
 
-def test_another_data_set_model_frozen_parameter_or_order_is_refused(tmp_path: Path) -> None:
-    go(engine_of(), 1).save(tmp_path / "x")
+def test_another_data_set_model_frozen_parameter_or_order_is_refused(saved: Path) -> None:
     wide, frozen, turned = nn.Sequential(nn.Linear(5, 3)), runs.network(), engine_of().model
     frozen[0].bias.requires_grad_(False)
     cases = [
@@ -386,7 +392,7 @@ def test_another_data_set_model_frozen_parameter_or_order_is_refused(tmp_path: P
         optimizer = torch.optim.SGD(reversed([*model.parameters()]) if model is turned else model.parameters(), lr=0.1)
         other = runs.engine_for(model, optimizer, data, noise="test", seed=5, noise_multiplier=1.0, clipping=1.0)
         with pytest.raises(PrivacyError, match=message):
-            other.restore(tmp_path / "x")
+            other.restore(saved)
 
 
 def test_extra_objects_must_be_the_same(tmp_path: Path) -> None:

@@ -229,6 +229,7 @@ def test_affordable_steps_are_those_a_slow_count_finds(
 
 
 @pytest.mark.parametrize("way", ["restore", "load_state_dict"])
+@pytest.mark.usefixtures("coarse_losses")
 def test_steps_taken_without_the_ledger_are_in_it_once_the_training_goes_on_with_it(path: Path, way: str) -> None:
     """Or the next run on these data would be told that they weren't spent."""
     alone, saved = stepped(engine_for(None), 3), path.with_suffix(".checkpoint")

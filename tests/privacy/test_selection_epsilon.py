@@ -27,8 +27,7 @@ SETTING: dict[str, Any] = {"noise_multiplier": 1.3, "sample_rate": 0.05, "steps"
 SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0, 0.5: 0.5, 3.0: 3.0}
 
 
-@pytest.mark.parametrize("distribution", SHAPES)
-@pytest.mark.parametrize("runs", [1, 37.5])
+@pytest.mark.parametrize(("runs", "distribution"), [(1, "poisson"), *((37.5, shape) for shape in SHAPES)])
 def test_it_equals_dp_accounting_called_directly(runs: float, distribution: str | float) -> None:
     sampled = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(1.3))
     event = RepeatAndSelectDpEvent(dp_accounting.SelfComposedDpEvent(sampled, 100), runs, SHAPES[distribution])
