@@ -12,6 +12,7 @@ from case_models import Wired
 from cases import CASES
 from comparing import TOLERANCE, assert_close, every_pass, truth, typical_norm
 from graphs import Interpreted, assert_as_eager, interpret
+from private_runs import losses_of
 from scipy.stats import binom
 from torch.utils._pytree import tree_leaves
 
@@ -26,10 +27,6 @@ from ghostclip.compiled.signature import capacity_for
 def interpreted(monkeypatch):
     """Undone where a graph of inductor's is to run."""
     interpret(monkeypatch)
-
-
-def losses_of(model, batch):
-    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def second_label(labels):

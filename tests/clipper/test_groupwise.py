@@ -13,6 +13,7 @@ from comparing import TOLERANCE, assert_close, assert_dicts_close, every_pass, g
 from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from private_runs import losses_of
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -66,10 +67,6 @@ def batch_of(dtype=torch.float64, examples=6):
     torch.manual_seed(1)
     inputs = torch.randn(examples, 3, dtype=dtype) * torch.logspace(-2, 2, examples, dtype=dtype)[:, None]
     return inputs, torch.randint(0, 2, (examples,))
-
-
-def losses_of(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def loop_over(batch):

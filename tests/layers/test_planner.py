@@ -45,15 +45,6 @@ def test_a_graph_chooses_by_the_same_comparison(monkeypatch):
     assert (outside.name, inside.name, inside.keep) == ("direct", "direct", True)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_layer_without_outputs(keep):
-    """It has no gradient, and still is one of several examples."""
-    term = OuterProduct(torch.randn(3, 6, 0), torch.randn(3, 6, 5), torch.Size((0, 5)))
-    answer = term.by_direct(keep)
-    assert answer.squared_norms.tolist() == [0.0, 0.0, 0.0]
-    assert (None if answer.kept is None else answer.kept.shape) == ((3, 0, 5) if keep else None)
-
-
 def test_deterministic_algorithms_need_no_clock(monkeypatch):
     def never(run, device, best):
         raise AssertionError("measured")

@@ -251,6 +251,10 @@ def test_trials_of_every_kind_hold(options):
     assert found.one_run.canaries == 4
 
 
+# No example moves it.
+UNMOVED = nn.Sequential(nn.Linear(5, 3), nn.Hardtanh(-1e-30, 1e-30))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -267,16 +271,13 @@ def test_trials_of_every_kind_hold(options):
         ({"correlation": BandedToeplitz(bands=2)}, "bands must be 1 unless sampling="),
         ({"noise": "test"}, "noise must be one of 'standard', 'hardened'; got 'test'"),
         ({"noise_multiplyer": 1.0}, "unexpected keyword argument 'noise_multiplyer'"),
+        ({"model": UNMOVED, "draws": 200}, "none of the first 8 examples has a gradient"),
+        ({"clipping": 1e30, "draws": 200}, r"has no gradient that is finite; lower the clipping norm, 1e\+30"),
     ],
 )
-def test_arguments_are_checked_by_name(changes, message):
+def test_what_cannot_be_audited_is_said_by_name(changes, message):
     with pytest.raises((ValueError, TypeError), match=message):
         audited(**{"draws": 0, **changes})
-
-
-def test_a_model_that_no_example_moves_is_refused():
-    with pytest.raises(ValueError, match="none of the first 8 examples has a gradient"):
-        audited(nn.Sequential(nn.Linear(5, 3), nn.Hardtanh(-1e-30, 1e-30)))
 
 
 def test_scores_that_are_not_numbers_prove_nothing():
@@ -284,11 +285,6 @@ def test_scores_that_are_not_numbers_prove_nothing():
     for threshold in (0.0, math.nan):
         rates = Trials(np.full(200, math.nan), inside).error_rates_at(threshold, 0.05)
         assert (rates.false_positives, rates.false_negatives) == (100, 100)
-
-
-def test_a_canary_whose_gradient_is_not_finite_is_refused():
-    with pytest.raises(ValueError, match=r"has no gradient that is finite; lower the clipping norm, 1e\+30"):
-        audited(clipping=1e30, canaries=0)
 
 
 @pytest.mark.parametrize("clipping", [Composed(ByLayer(), 2.0, noise=EqualNoise()), Composed(Whole(), 2.0, AutoV())])

@@ -473,10 +473,3 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 def test_arguments_are_checked(call: Callable[[], Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=f"^{message}"):
         call()
-
-
-def test_names_are_short() -> None:
-    assert repr(BandedToeplitz(bands="auto")) == "BandedToeplitz(bands='auto')"
-    assert repr(BandedToeplitz(coefficients=[1, 0.5])) == "BandedToeplitz(coefficients=[1.0, 0.5])"
-    assert repr(BufferedToeplitz()) == "BufferedToeplitz(buffers=3)"
-    assert BandedToeplitz() == BandedToeplitz(bands=8)
