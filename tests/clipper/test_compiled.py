@@ -471,7 +471,6 @@ def test_a_wrong_loss_shape_is_refused_where_steps_are_compiled():
 def test_a_loss_function_that_fills_gradients_is_refused_compiled_too():
     model = ghostclip.wrap(torch.nn.Sequential(torch.nn.Linear(6, 3)))
     clipper = ghostclip.GhostClipper(model, 1.0, compile=True)
-    inputs = torch.randn(20, 6)
 
     def losses(model, inputs):
         if not torch._C._are_functorch_transforms_active():
@@ -479,20 +478,17 @@ def test_a_loss_function_that_fills_gradients_is_refused_compiled_too():
         return model(inputs).square().sum(1)
 
     with pytest.raises(ghostclip.GradientLeakError):
-        clipper.clip(losses, inputs)
+        clipper.clip(losses, torch.randn(20, 6))
 
 
 def test_a_graph_is_made_for_the_sizes_that_it_has(monkeypatch):
     """Sizes as symbols, as inductor takes them by itself, made a graph's kernels divide by them for every number."""
     monkeypatch.undo()
-    from torch._inductor import cpu_vec_isa
-    from torch._inductor.async_compile import AsyncCompile
-
     inputs, kernels = [torch.randn(8, 1, 6, 6), torch.randn(3, 1, 3, 3)], []
     written = lambda self, types, source: kernels.append(source) or (lambda *arguments: None)  # noqa: E731
     # A C++ compiler would take half a minute, for these and to find out what the processor has.
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", written)
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
+    monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.cpp_pybinding", written)
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", list)
 
     def step(images, weight):
         return (torch.ops.aten.max_pool2d_with_indices(torch.conv2d(images, weight), [2, 2])[0],)
