@@ -38,7 +38,7 @@ def train(engine: PrivacyEngine, loss_fn, steps: int = STEPS) -> None:
 
 @pytest.mark.parametrize("name", MIXING)
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 def test_losses_that_see_other_examples_are_refused(name, seed):
     torch.manual_seed(seed)
     training = MIXING[name]()
@@ -52,7 +52,7 @@ def test_losses_that_see_other_examples_are_refused(name, seed):
 
 @pytest.mark.parametrize("name", HONEST)
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 def test_losses_of_own_examples_train_on(name, seed, monkeypatch):
     monkeypatch.setattr(first_steps, "SELDOM", 1)
     torch.manual_seed(seed)
@@ -149,7 +149,7 @@ OF_STRUCTURES = [name for name in MIXING if name.startswith("centred,")] + ["div
         *((name, rows) for name in OF_STRUCTURES for rows in (5, 16)),
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_check_finds_it_in_loaders_and_in_batches_of_any_structure(name, rows):
     # Which examples are loaded is random: a row that takes another's place shows in three of four calls.
     found = next(filter(None, (findings(MIXING[name], rows) for _ in range(8))))
@@ -186,9 +186,7 @@ def test_check_takes_the_loaders_that_engines_made(name, of_opacus):
         )
     else:
         batches = engine_of(training).batches()
-    found = [ghostclip.check(model, loss_fn, batches) for _ in range(8)]
-    assert any(found) == (name in MIXING)
-    assert str(found[0]) == "[]" or found[0]
+    assert bool(ghostclip.check(model, loss_fn, batches)) == (name in MIXING)
 
 
 def test_each_example_is_read_once_more(monkeypatch):

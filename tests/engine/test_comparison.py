@@ -76,18 +76,14 @@ def test_losses_that_mix_are_refused_within_six_steps(name: str, setting: str) -
     assert caught >= least
 
 
-@pytest.mark.parametrize("name", ["own", "by_hook", "by_function", "by_detaching"])
+@pytest.mark.parametrize("name", ["own", "by_hook"])
 def test_gradients_are_compared_beside_a_table_that_all_examples_share(name: str, caplog: Any) -> None:
     """Measuring runs the forward on other examples, as a table of positions asks for."""
     caplog.set_level(logging.INFO, "ghostclip")
-    caught = 0
-    for seed in range(3):
-        torch.manual_seed(seed)
-        places = nn.Embedding(8, 1)
-        first = Wired(lambda m, x: m.linear(x) + m.places(torch.arange(8)).T, linear=nn.Linear(5, 8), places=places)
-        model = nn.Sequential(first, nn.Tanh(), nn.Linear(8, 3))
-        caught += refused(engine_of(model, rows()), MIXING.get(name, own))
-    assert caught == (0 if name == "own" else 3)
+    parts = {"linear": nn.Linear(5, 8), "places": nn.Embedding(8, 1)}
+    first = Wired(lambda m, x: m.linear(x) + m.places(torch.arange(8)).T, **parts)
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(8, 3))
+    assert refused(engine_of(model, rows()), MIXING.get(name, own)) == (name != "own")
     assert "not compared" not in caplog.text
 
 

@@ -40,7 +40,7 @@ POLICIES = {
 @pytest.mark.parametrize("physical", [None, 9])
 @pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(16)
 def test_training_is_the_same_as_eager(policy, second_pass, physical):
     """A few are enough where minutes count: writing a graph down takes most of a second."""
     options = {"clipping": POLICIES[policy], "second_pass": second_pass, "max_physical_batch_size": physical}
@@ -81,6 +81,7 @@ def test_a_graph_has_no_more_rows_than_batches_can_have(options, rows):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("physical", [None, 9])
+@pytest.mark.one_in(2)
 def test_a_step_without_a_finite_example_is_named(physical, caplog):
     runs.train(engine := engine_for(True, examples=64, max_physical_batch_size=physical), 7)
     assert "finite loss" not in caplog.text

@@ -185,12 +185,12 @@ def test_steady_steps_leave_no_reference_cycles(second_pass: str | None) -> None
     else:
         engine = runs.engine_for(model, sampling="without_replacement")
         step = lambda: runs.train(engine, 1)  # noqa: E731
-    for _ in range(40):
+    for _ in range(12):
         step()
     gc.collect()
     gc.disable()
     try:
-        for _ in range(20):
+        for _ in range(5):
             step()
         assert gc.collect() == 0
     finally:

@@ -118,6 +118,7 @@ def test_a_discarded_batch_is_charged_and_releases_nothing(tmp_path: Path) -> No
     assert engine.steps_taken == 4
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_a_discard_past_the_budget_is_refused_and_discards() -> None:
     engine = private(max_epsilon=0.1)
     batch = next(iter(engine.batches()))

@@ -180,7 +180,7 @@ def bounded_step(training: Training, slack: float) -> None:
 
 ENGINE, SLOW = ("engine", "sampling", "noise"), pytest.mark.slow
 REACHED = [
-    pytest.param({}, ENGINE, 4, id="engine"),
+    pytest.param({}, ENGINE, 7, id="engine"),
     pytest.param({"second_pass": "reweight"}, ("",), 1, marks=SLOW, id="reweight"),
     pytest.param({"second_pass": "cached"}, ("",), 1, marks=SLOW, id="cached"),
     pytest.param({"dtype": torch.bfloat16}, ("engine",), 1, marks=SLOW, id="bfloat16"),
@@ -203,7 +203,7 @@ def test_ctrl_c_at_any_line(options, folders, stride, by_hand, tmp_path):
         with Interruption(0, folders) as reached:
             training.step()
         count = max(count, len(reached.lines))
-    assert count > 40 * stride
+    assert count > 150
     for at in range(1, count + 1, stride):
         before, charged = runs.weights(engine.model), engine.steps_taken
         with contextlib.suppress(KeyboardInterrupt), Interruption(at, folders):
