@@ -105,7 +105,7 @@ def built(more: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 def test_a_step_of_sft_is_the_clipped_sum_of_a_loop_over_conversations(name: str, tmp_path: Any) -> None:
     kind, options, more = CASES[name]
     assert_a_step_is_the_loop(sft, SFTTrainer, drawn(ROWS, TEXTS[kind]), options, more, tmp_path)
@@ -228,7 +228,8 @@ class Crossing(LlamaForCausalLM):
 
 def test_attention_that_crosses_documents_is_refused(tmp_path: Any) -> None:
     """In the first step, before its release."""
-    ours = sft(tmp_path, drawn(ROWS, TEXTS["text"]), more={"model": Crossing(llama().config)}, **WHOLE, packing=True)
+    more = {"model": Crossing(llama().config), "privacy": privacy(tmp_path, self_check=True)}
+    ours = sft(tmp_path, drawn(ROWS, TEXTS["text"]), more=more, **WHOLE, packing=True)
     with pytest.raises(UnsupportedModelError):
         ours.train()
     assert ours.engine.steps_taken == 0

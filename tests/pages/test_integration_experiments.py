@@ -45,7 +45,7 @@ def quiet() -> Any:
     gc.collect()  # a process group that a forked process collects ends it with signal 11
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("framework", "mistake"), [(name, each) for name, some in MISTAKES.items() for each in some])
 def test_every_mistake_is_refused(framework: str, mistake: str) -> None:
     with process_group(framework in GROUPED):

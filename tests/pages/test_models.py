@@ -115,7 +115,7 @@ def test_ours_are_exact_on_every_workload(name):
 
 
 @pytest.mark.parametrize("name", [name for name in SETS["usual"] if name in SMALL and name != "gpt-512"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_no_workload_is_measured_in_every_batch(name):
     """Nothing in them moves examples by values: whose rows are whose is known from the second batch on."""
     workload = WORKLOADS[name]
