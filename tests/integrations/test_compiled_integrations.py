@@ -8,12 +8,12 @@ from ghostclip import PrivacyError
 
 
 def trained_below_a_frozen_head(folder, compiles):
-    """(weights, engine) after 12 steps of Trainer; the losses are computed in chunks where they aren't compiled."""
+    """(weights, engine) after 6 steps of Trainer; the losses are computed in chunks where they aren't compiled."""
     tt = pytest.importorskip("tiny_trainers")
     torch.manual_seed(0)
     model = tt.gpt2()
     model.transformer.wte.weight.requires_grad_(False)
-    trainer = tt.trainer(folder, model, max_steps=12, learning_rate=0.01, torch_compile=compiles)
+    trainer = tt.trainer(folder, model, max_steps=6, learning_rate=0.01, torch_compile=compiles)
     trainer.train()
     return [parameter.detach() for parameter in trainer.model.parameters()], trainer.engine
 
@@ -24,7 +24,7 @@ def trained_by_lightning(folder, compiles):
 
     steps = lr.Steps()
     made = {**lr.EXACT, "max_physical_batch_size": None, "compile": compiles}
-    _, callback = lr.fit(folder, callbacks=[steps], engine=made, max_epochs=4)
+    _, callback = lr.fit(folder, callbacks=[steps], engine=made, max_epochs=2)
     return steps.weights[-1], callback.engine
 
 

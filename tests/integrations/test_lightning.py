@@ -150,8 +150,8 @@ class Counting(lr.Module):
 
 
 def test_trials_of_the_self_check_are_not_logged(tmp_path):
-    steps = lr.Steps()
-    trainer, _ = lr.fit(tmp_path, Counting(), callbacks=[steps], max_epochs=1, engine={"max_physical_batch_size": 3})
+    steps, engine = lr.Steps(), {"max_physical_batch_size": 3, "self_check": True}
+    trainer, _ = lr.fit(tmp_path, Counting(), callbacks=[steps], max_epochs=1, engine=engine)
     real = sum(map(len, steps.sizes))
     assert len(CALLS) > real
     assert trainer.callback_metrics["batches"] == real
@@ -211,6 +211,7 @@ def fitted(folder: Any, manual: bool, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.one_in(2)
 def test_two_processes_fit_as_one(manual, tmp_path):
     first, second = on_ranks(lambda: fitted(tmp_path / "fit", manual, **as_rank()), tmp_path)
     alone = fitted(tmp_path, manual)
@@ -261,6 +262,7 @@ def test_a_ledger_counts_what_came_after_the_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("callbacks", [{}, {"PrivacyCallback": {"states": []}}], ids=["none", "empty"])
+@pytest.mark.one_in(2)
 def test_weights_of_a_refused_checkpoint_are_not_trained_further(callbacks, tmp_path):
     place, _ = saved(tmp_path, 2)
     with pytest.raises(PrivacyError, match=r"noise_multiplier is 1\.0 in it and 2\.0 here"):

@@ -95,8 +95,8 @@ def trainer(folder: Path, *callbacks: Any, **options: Any) -> lightning.Trainer:
 
 
 def fit(folder: Path, module: Any = None, data: Any = None, ckpt_path: Any = None, **options: Any) -> Any:
-    """(trainer, callback) after a fit with options of the engine; those of the Trainer come as ``trainer=``."""
-    callback = PrivacyCallback(**{"noise_multiplier": 1.0, **options.pop("engine", {})})
+    """(trainer, callback) after a fit without the self-check, with options of the engine and of the Trainer."""
+    callback = PrivacyCallback(**{"noise_multiplier": 1.0, "self_check": False, **options.pop("engine", {})})
     made = trainer(folder, callback, *options.pop("callbacks", []), **options)
     module = Module() if module is None else module
     made.fit(module, loader() if data is None else data, ckpt_path=ckpt_path)
