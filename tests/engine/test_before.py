@@ -128,15 +128,12 @@ def test_repeatable_noise_protects_nothing() -> None:
         ([{"neighboring": "replace_one"}], {}, PrivacyError, "about replace_one of one example.* different things"),
         ([{}], {"unit_ids": list(range(24))}, PrivacyError, "the steps .*of one user.* protect different things"),
         ([{}], {"unit_ids": list(range(24)), **TARGET}, PrivacyError, "protect different things.* no unit_ids"),
+        ({}, {}, TypeError, r"give before=\[released\]"),
     ],
 )
 def test_what_cannot_be_charged_is_refused(before, changes, error, message, path):
-    given = [released(**each) if isinstance(each, dict) else each for each in before]
+    """A dict stands for a release by these options."""
+    given = released() if before == {} else [released(**each) if isinstance(each, dict) else each for each in before]
     with pytest.raises(error, match=message):
         engine_for(given, ledger=path, **changes)
     assert not path.exists() or Ledger(path).events == []
-
-
-def test_a_release_without_a_list_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"give before=\[released\]"):
-        engine_for(released())

@@ -55,10 +55,10 @@ def refused(engine: PrivacyEngine, loss_fn: Callable[..., Tensor]) -> bool:
 # By name: dropout, how many of how many runs are refused at least, and options.
 SETTINGS: dict[str, tuple[float, int, int, dict[str, Any]]] = {
     "plain": (0.0, 7, 8, {}),
-    "large": (0.0, 3, 3, {"batch_size": 64}),
-    "in parts": (0.0, 3, 3, {"batch_size": 24, "max_physical_batch_size": 8}),
+    "large": (0.0, 2, 2, {"batch_size": 64}),
+    "in parts": (0.0, 2, 2, {"batch_size": 24, "max_physical_batch_size": 8}),
     "dropout": (0.5, 7, 8, {}),
-    "compiled": (0.0, 3, 3, {}),
+    "compiled": (0.0, 2, 2, {}),
 }
 
 

@@ -174,16 +174,6 @@ def test_training_twice_adds_up(tmp_path):
     assert tt.charged(tmp_path / "_privacy.ledger") == 6
 
 
-@pytest.mark.slow
-def test_training_ends_when_the_budget_does(tmp_path, caplog):
-    privacy = PrivacyArguments(noise_multiplier=1.0, target_delta=1e-2, max_epsilon=10.0, self_check=False)
-    subject = tt.trainer(tmp_path, privacy=privacy, max_steps=60, logging_strategy="no")
-    subject.train()
-    assert 0 < subject.state.global_step < 60
-    assert subject.engine.epsilon() <= 10 < subject.engine.forecast(1)
-    assert "training ends after step" in caplog.text
-
-
 def test_max_grad_norm_is_overridden_with_a_log_line(tmp_path, caplog):
     assert tt.trainer(tmp_path, max_grad_norm=0.7).args.max_grad_norm == 0
     assert "max_grad_norm=0.7 of TrainingArguments is overridden" in caplog.text

@@ -105,8 +105,8 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_left_out(tmp_path, capl
     run(tmp_path, stop=7)
     (tmp_path / "checkpoint-6" / "trainer_state.json").write_text('{"epoch": 1')
     shutil.rmtree(tmp_path / "checkpoint-4" / "privacy")
-    resumed = run(tmp_path, resume=True)
-    assert resumed.engine.steps_taken == 12
+    resumed = run(tmp_path, resume=True, max_steps=8)
+    assert resumed.engine.steps_taken == 8
     assert [number for number in (6, 4, 2) if f"checkpoint-{number}" in caplog.text] == [6, 4]
 
 

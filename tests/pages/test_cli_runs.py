@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import as_json, mistake, ran
 from data_files import digits
-from ledgers import EVENT, charged, spent
+from ledgers import EVENT, charged
 
 from ghostclip import accounting, checkpoint, datasets
 from ghostclip.cli import main, methods, train, tune
@@ -130,17 +130,6 @@ def test_damage_and_missing_files_are_one_line(path: Path, capsys: Capsys) -> No
     assert "is damaged at line 2: its CRC is wrong" in mistake(capsys, "ledger", path)
 
 
-@pytest.mark.slow
-def test_training_is_charged_and_continued(path: Path, capsys: Capsys) -> None:
-    epsilons = []
-    for _ in range(2):
-        run = trained(capsys, "--ledger", path)
-        epsilons.append(run["epsilons"]["RDP"])
-    spent_by_all = accounting.epsilon_of(Ledger(path).events, delta=1e-5, accountant="rdp")
-    assert 0 < epsilons[0] < epsilons[1] == pytest.approx(spent_by_all)
-    assert sum(event.count for event in Ledger(path).events) == 2 * STEPS <= spent(path)
-
-
 TUNE = ["tune", "--model", "mlp", "--epochs", "1", "--batch-size", "479", "--noise-multiplier", "2"]
 SEARCH = [*TUNE, "--expected-runs", "3"]
 SELECTION = Selection((SampledGaussian(479 / 1437, 2.0, 3),), 3.0)
@@ -193,19 +182,14 @@ def test_no_run_is_told_and_charged(path: Path, capsys: Capsys, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("two_runs")
-def test_the_text_of_a_search_has_the_guarantee(path: Path, capsys: Capsys) -> None:
-    best, guarantee, compared = ran(capsys, *SEARCH, "--distribution", "geometric").splitlines()
+def test_the_text_of_a_search_has_the_guarantee_and_of_its_ledger_no_step(path: Path, capsys: Capsys) -> None:
+    words = ["--distribution", "geometric", "--ledger", path]
+    best, guarantee, compared, *_ = ran(capsys, *SEARCH, *words).splitlines()
     assert best.startswith("best run: learning rate ")
     assert "the best of a random number of runs (geometric distribution of mean 3)" in guarantee
     assert compared.startswith("One run spends epsilon ")
-    assert not path.exists()
-
-
-@pytest.mark.usefixtures("two_runs")
-def test_a_search_is_no_step_in_the_text_of_its_ledger(path: Path, capsys: Capsys) -> None:
-    ran(capsys, *SEARCH, "--ledger", path)
     _, run, _ = ran(capsys, "ledger", path).splitlines()
-    assert ": the best of a random number of runs (poisson distribution of mean 3), each of 3 steps over" in run
+    assert ": the best of a random number of runs (geometric distribution of mean 3), each of 3 steps over" in run
 
 
 @pytest.mark.parametrize(
