@@ -159,7 +159,8 @@ def test_a_loader_brings_its_batch_size_and_collation() -> None:
 @pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 @pytest.mark.parametrize(("dtype", "clipping"), [(torch.float32, PerLayer(1.0)), (torch.bfloat16, 1.0)])
 def test_parameters_that_are_single_numbers(dtype: torch.dtype, clipping: Any, second_pass: str) -> None:
-    engine = runs.engine_for(numbered(dtype), clipping=clipping, second_pass=second_pass, max_physical_batch_size=3)
+    options = {"clipping": clipping, "second_pass": second_pass, "max_physical_batch_size": 3}
+    engine = runs.engine_for(numbered(dtype), noise="test", seed=1, **options)
     before = runs.weights(engine.model)
     runs.train(engine)
     assert not torch.equal(runs.weights(engine.model), before)

@@ -57,15 +57,20 @@ def test_every_text_block_is_compared_with_what_code_prints():
 
 
 WITH_CODE = [page for page in PAGES if "```python\n" in text_of(page)]
-# The other pages print the same digits of epsilon with the coarse grid.
-COARSE = pytest.mark.usefixtures("coarse_losses")
+
+
+@pytest.fixture
+def grid(page, request):
+    """The coarse one for pages that take little time, which print the same digits of epsilon with it."""
+    if page not in SLOW:
+        request.getfixturevalue("coarse_losses")
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW else COARSE) for page in WITH_CODE]
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else []) for page in WITH_CODE]
 )
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-@pytest.mark.usefixtures("declarations")
+@pytest.mark.usefixtures("declarations", "grid")
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page, folder):
     if page in NEEDS:
         pytest.importorskip(NEEDS[page])
