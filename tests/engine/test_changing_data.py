@@ -43,6 +43,7 @@ CHANGED = r"the data set has \d+ examples and had 24 when the engine was built"
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("workers", [None, 1])
 @pytest.mark.one_in(2)
+@pytest.mark.usefixtures("coarse_losses")
 def test_another_number_of_examples_is_refused_at_the_next_batch(workers: int | None, change: str) -> None:
     rows: list[Any] = list(runs.data(SIZE))
     data = rows if workers is None else DataLoader(rows, batch_size=8, num_workers=workers)

@@ -87,38 +87,22 @@ def test_both_work_behind_an_engine(tmp_path) -> None:
     assert torch.equal(runs.weights(engine.model), runs.weights(again.model))
 
 
-def test_gradients_that_a_closure_makes_are_filtered() -> None:
-    def trained(by_closure: bool) -> torch.Tensor:
-        optimizer = torch.optim.SGD((model := runs.network()).parameters(), lr=0.5)
-        engine = runs.engine_for(model, optimizer, clipping=1.0, noise_multiplier=1.0, noise="test", seed=1)
-        LowPassFilter(optimizer)
-        for batch in engine.batches():
-
-            def passes(batch=batch) -> None:
-                for examples in batch.physical():
-                    engine.backward(runs.losses_of(model, examples))
-
-            if not by_closure:
-                passes()
-            optimizer.step(passes) if by_closure else optimizer.step()
-        return runs.weights(model)
-
-    assert torch.equal(trained(by_closure=True), trained(by_closure=False))
+def trained(train, first: bool) -> torch.Tensor:
+    """Weights after filtered steps by one of the loops; the filter is made before the engine, or after it."""
+    optimizer = torch.optim.SGD((model := runs.network()).parameters(), lr=0.5)
+    make = [
+        lambda: runs.engine_for(model, optimizer, clipping=1.0, noise_multiplier=1.0, noise="test", seed=1),
+        lambda: LowPassFilter(optimizer),
+    ]
+    made = [each() for each in (reversed(make) if first else make)]
+    train(made[first])
+    return runs.weights(model)
 
 
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("train", [runs.train, runs.train_by_hand, runs.train_by_closure])
-def test_a_filter_may_be_made_before_the_engine(train) -> None:
-    def trained(first: bool) -> torch.Tensor:
-        optimizer = torch.optim.SGD((model := runs.network()).parameters(), lr=0.5)
-        if first:
-            LowPassFilter(optimizer)
-        engine = runs.engine_for(model, optimizer, clipping=1.0, noise_multiplier=1.0, noise="test", seed=1)
-        if not first:
-            LowPassFilter(optimizer)
-        train(engine)
-        return runs.weights(model)
-
-    assert torch.equal(trained(first=True), trained(first=False))
+def test_every_loop_is_filtered_alike_by_a_filter_made_before_the_engine_or_after(train, first) -> None:
+    assert torch.equal(trained(train, first), trained(runs.train, False))
 
 
 def filtered_by(*coefficients):

@@ -1,5 +1,6 @@
 """Trained parameters move in charged steps only, and stay the objects they were, or an error says so."""
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 import torch
 from case_models import By, Wired
 from charged_steps import MOVED, assert_all_refuse, private, steps
-from lookaheads import LOOKAHEADS, around, pull_back
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 
 from ghostclip import PrivacyError
+
+pytestmark = pytest.mark.usefixtures("coarse_losses")
 
 
 @torch.enable_grad()
@@ -119,7 +122,6 @@ def test_restoring_and_reports_within_a_step_are_no_changes(tmp_path: Path) -> N
     steps(engine)
 
 
-@pytest.mark.usefixtures("coarse_losses")
 def test_a_detached_engine_reports_what_it_spent() -> None:
     engine = steps(private())
     spent = engine.epsilon()
@@ -176,6 +178,62 @@ def test_modules_without_parameters_may_come_and_go() -> None:
     engine.model[1] = nn.ReLU()
     engine.model.append(nn.Identity())
     assert steps(engine).steps_taken == 2
+
+
+# How it is set up: by torch's constructor; as timm's, which skips it and has dicts for hooks; as torch_optimizer's,
+# which skips it; and as pytorch_optimizer's, which has torch patch its step, and no ``param_groups`` of its own.
+LOOKAHEADS = ("proper", "with hooks", "without hooks", "patched")
+
+
+@torch.no_grad()
+def pull_back(count: int, fast: list[Tensor], slow: list[Tensor]) -> None:
+    """After every second step slow weights go halfway to the fast ones, which start anew from there."""
+    if count % 2 == 0:
+        for one, other in zip(fast, slow, strict=True):
+            one.copy_(other.lerp_(one, 0.5))
+
+
+class Lookahead(Optimizer):
+    """An optimizer around another, as libraries have them: every second step goes halfway back to slow weights."""
+
+    def __init__(self, inner: Optimizer, kind: str) -> None:
+        self.inner, self.count = inner, 0
+        if kind == "proper":
+            super().__init__(inner.param_groups, {})
+        elif kind != "without hooks":
+            self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        if kind == "patched":
+            self._patch_step_function()
+        else:
+            self.param_groups = inner.param_groups
+        if kind != "proper":
+            self.defaults, self.state = inner.defaults, defaultdict(dict)
+        self.fast = [parameter for group in inner.param_groups for parameter in group["params"]]
+        self.slow = [parameter.detach().clone() for parameter in self.fast]
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+def around(name: str, inner: Optimizer) -> Any:
+    """A Lookahead around the optimizer, of a class whose step torch hasn't patched before."""
+
+    def step(self: Any, closure: Any = None) -> Any:
+        value = self.inner.step(closure)
+        self.count += 1
+        pull_back(self.count, self.fast, self.slow)
+        return value
+
+    own: dict[str, Any] = {"step": step}
+    if name == "patched":
+        own["param_groups"] = property(lambda self: self.inner.param_groups)
+    return type("Lookahead", (Lookahead,), own)(inner, name)
 
 
 LOOPS = {"by hand": runs.train_by_hand, "closure": runs.train_by_closure, "engine.step": runs.train}
