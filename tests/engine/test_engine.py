@@ -166,14 +166,6 @@ def test_parameters_that_are_single_numbers(dtype: torch.dtype, clipping: Any, s
     assert not torch.equal(runs.weights(engine.model), before)
 
 
-@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
-def test_hooks_on_parameters_that_are_single_numbers(second_pass: str) -> None:
-    model, seen = numbered(), []
-    model.scale.register_hook(lambda grad: seen.append(grad.clone()))
-    GhostClipper(model, 1e6, second_pass=second_pass).backward(runs.losses_of(model, list(runs.data().tensors)))
-    assert torch.equal(*seen, model.scale.grad)
-
-
 @pytest.mark.parametrize("second_pass", [None, "cached", "reweight"])
 def test_steady_steps_leave_no_reference_cycles(second_pass: str | None) -> None:
     """Of an engine or a clipper: Python's collector would stop training to look for them."""

@@ -13,8 +13,7 @@ huggingface_hub = pytest.importorskip("huggingface_hub")
 accelerate = pytest.importorskip("accelerate")
 
 import tiny_trainers as tt  # noqa: E402
-from launched import told  # noqa: E402
-from ranks import on_ranks  # noqa: E402
+from ranks import on_ranks, told  # noqa: E402
 
 from ghostclip.errors import PrivacyError, UnsupportedModelError  # noqa: E402
 from ghostclip.integrations.huggingface import PrivacyArguments, PrivateTrainer  # noqa: E402

@@ -11,10 +11,9 @@ import lightning
 import lightning_runs as lr
 import private_runs as runs
 import torch
-from launched import told
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import on_ranks
+from ranks import on_ranks, told
 
 from ghostclip import LedgerError, PrivacyError, accounting
 from ghostclip.integrations.lightning import PrivacyCallback

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import private_runs as runs
 import pytest
 import torch
-from launched import told
-from ranks import on_ranks
+from ranks import on_ranks, told
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

@@ -62,6 +62,15 @@ def _forked(work: Callable[[], Any], rank: int, size: int, store: Path) -> int:
         os._exit(status)
 
 
+def told() -> bool:
+    """Whether this is one of two forked processes; then libraries find what a launcher would tell them."""
+    if joined := dist.is_initialized():
+        rank = str(dist.get_rank())
+        os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": "0", "WORLD_SIZE": "2"})
+        os.environ.update({"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    return joined
+
+
 def outcome(work: Callable[[], Any]) -> str:
     """What ``work`` raised, or "nothing"."""
     try:
