@@ -4108,7 +4108,7 @@ CHOSEN_PRIVATELY = [
         "ghostclip/self_check/trial_losses.py",
         "with self._passes.forgetting(), self._passes.running(forward_of(self.model, self._loss_fn, batch)):",
         "with self._passes.forgetting():",
-        ("tests/engine/test_comparison.py",),
+        ("tests/engine/test_comparison.py", "-k", "beside_a_table"),
     ),
     Mutant(
         "a mechanism whose noise was interrupted goes on after a restart",

@@ -83,7 +83,7 @@ def test_where_nothing_fits_it_says_so_and_one_example_may_fit_where_two_do_not(
         runs.train(engine, None, counted.loss_fn)
     assert engine.steps_taken == 0
     counted.limit = 1015 + reserve(model)
-    runs.train(engine, None, counted.loss_fn)
+    runs.train(engine, 5, counted.loss_fn)
     assert engine.batches().limit == 1
 
 
