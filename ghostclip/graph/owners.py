@@ -187,6 +187,12 @@ def _sizes(subjects: Mapping[Subject, int], plain: Found, examples: int) -> Tens
     return torch.stack(found) if found else None
 
 
+def _dims_of(found: Sequence[Owned]) -> tuple[int, ...]:
+    """The dimensions that several findings say the examples are in; () where all say the same."""
+    dims = sorted({each.rows.dim for each in found if each.rows is not None})
+    return tuple(dims) if len(dims) > 1 else ()
+
+
 def _largest(subjects: Mapping[Subject, int], plain: Found) -> float:
     """The largest entry of all gradients that is finite; 0 where none is."""
     found = [plain[key][0] for key in subjects.items()]
@@ -273,8 +279,7 @@ class _Measured:
         found = [each for each in fitting if each.examples]  # where none is finite, any marks fit
         said = [each for each in found if not each.is_regular]
         best = said[0] if said else max(found, key=lambda each: each.examples, default=None)
-        dims = {each.rows.dim for each in found if each.rows is not None}
-        return best and replace(best, ambiguous=len(found) > 1, crossed=len(dims) > 1)
+        return best and replace(best, ambiguous=len(found) > 1, crossed=_dims_of(found))
 
     def _candidates(self, subject: Subject, indices: Sequence[RowIndex]) -> Iterator[Rows]:
         """What a subject's rows may be."""
@@ -286,7 +291,9 @@ class _Measured:
     def in_any_order(self, subject: Subject) -> Owned:
         """Whose a subject's rows are, by the marks that they came out with, along the dimension that shows most."""
         found = [self._one_by_one(subject, dim) for dim in self.dims[subject]]
-        best = max([each for each in found if each is not None], key=lambda each: each.examples, default=Owned(None))
+        fitting = [each for each in found if each is not None]
+        best = max(fitting, key=lambda each: each.examples, default=Owned(None))
+        best = replace(best, crossed=_dims_of([each for each in fitting if each.examples]))
         # Where no row is finite, all are taken to be in order, if they can be: each example has what isn't finite.
         if not best.unread:
             return best

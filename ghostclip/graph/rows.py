@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import Edge
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["Owned", "Rows", "Subject", "rows_in_order", "same_order"]
+__all__ = ["Owned", "Rows", "Subject", "crossed_error", "rows_in_order", "same_order", "where_shown"]
 
 # A layer's use, by the gradient at its pre-activation; or a tensor of the graph.
 Subject = LayerCall | Edge
@@ -26,11 +29,13 @@ class Rows:
         order: "example" where the rows of one example lie together, "row" where every B-th row is one of the same
             example, and an index for any other order.
         used: [rows] bool, False for those that are nobody's, whatever they hold; None where all are somebody's.
+        crossed: dimensions, several, that may as well be the one with the examples; () where none but ``dim`` may.
     """
 
     dim: int
     order: RowOrder
     used: Tensor | None = field(default=None, compare=False)
+    crossed: tuple[int, ...] = ()
 
     def count(self, size: int, examples: int) -> int:
         """Rows of each example; an index says by itself."""
@@ -53,7 +58,7 @@ class Owned:
         zero: all of its gradient is zero, so that nothing was shown.
         loose: some row fits to within `MarkScheme.tolerance` only, so that small examples may have a part in it.
         ambiguous: the rows fit another order or dimension as well, as where only a diagonal isn't zero.
-        crossed: they fit another dimension as well.
+        crossed: the dimensions that they fit, where these are several.
         whole: every row was shown.
         shown_rows: which rows were, [rows] bool; None where all were, or none since all are zero.
         faint: others are small beside the largest gradient of the batch, not zero (in float16).
@@ -65,7 +70,7 @@ class Owned:
     zero: bool = False
     loose: bool = False
     ambiguous: bool = False
-    crossed: bool = False
+    crossed: tuple[int, ...] = ()
     whole: bool = False
     shown_rows: Tensor | None = None
     faint: bool = False
@@ -105,7 +110,8 @@ class Owned:
     def surely(self) -> Rows:
         """``rows``, which must be there, without those that were not shown: these are nobody's."""
         assert self.rows is not None
-        return replace(self.rows, used=self.shown_rows) if self.is_regular else self.rows
+        used = self.shown_rows if self.is_regular else None  # an index has them
+        return replace(self.rows, used=used, crossed=self.crossed)
 
     @property
     def is_shared(self) -> bool:
@@ -118,6 +124,30 @@ def rows_in_order(size: int, examples: int) -> list[str]:
     if not examples or size % examples or not size:
         return []
     return ["example", "row"] if size > examples else ["example"]
+
+
+def where_shown(grad: Tensor, dims: Sequence[int]) -> Tensor:
+    """A gradient with zeros in the positions along ``dims`` that don't show in both of their rows.
+
+    Rows of [T, B, d] may fit dimension 0 and dimension 1 where each example has a gradient at one of the times. Such an
+    entry is of the same example either way. Another one, zero or below 2 ** -20 of its row, may be another's.
+    """
+    rest = [dim for dim in range(grad.dim()) if dim not in dims]
+    size = grad.abs().amax(rest, keepdim=True) if rest else grad.abs()
+    shown = torch.ones_like(size, dtype=torch.bool)
+    for dim in dims:
+        largest = size.nan_to_num(0, 0).amax([each for each in range(grad.dim()) if each != dim], keepdim=True)
+        shown &= size > 2.0**-20 * largest
+    return torch.where(shown, grad, grad.new_zeros(()))
+
+
+def crossed_error(place: Any, name: str) -> UnsupportedModelError:
+    """The error about numbers that aren't finite, in positions of which it can't be told whose they are."""
+    return UnsupportedModelError(
+        f"{name}: this batch doesn't show which of several dimensions has the examples, and so whose a number is "
+        "that is not finite; nothing was clipped. Look for what is not finite in the data, or take larger physical batches",
+        name=name if isinstance(place, LayerCall) else "", place=place,
+    )  # fmt: skip
 
 
 def same_order(one: RowOrder, other: RowOrder) -> bool:

@@ -20,7 +20,7 @@ from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import shape_of
 from ghostclip.native.custom_ops import is_traced
 
-__all__ = ["OwnBackward"]
+__all__ = ["OwnBackward", "not_finite"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class OwnBackward:
 
     def _spare(self, found: list[Tensor], grad: Tensor, slots: Sequence[int], examples: Sequence[Tensor]) -> None:
         """Replaces the gradients of each example that others' numbers, which aren't finite, changed."""
-        wrong = _not_finite(self.node)
+        wrong = not_finite(self.node)
         with _replaced(wrong, 0.0):
             self._refuse_spoilt(grad, slots)
         for example, entries in enumerate(examples):
@@ -129,7 +129,7 @@ def _all_finite(tensors: Sequence[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-def _not_finite(node: Any) -> list[Tensor]:
+def not_finite(node: Any) -> list[Tensor]:
     """The tensors a node kept that are not finite throughout."""
     kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
     kept += getattr(node, "saved_tensors", ())
