@@ -73,11 +73,12 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
         shared: nodes that were shown to be the same whatever the examples are.
     """
     constant = uses.made_of_parameters | set(shared)
+    owned = {edge: each for edge, each in owned.items() if edge[0] not in constant}  # beside NaN these fit anything
     # Checkpointing computes a block again for whatever is read of it, and keeps what it computed.
     recomputed = any(call.has_saved_tensor_hooks for call in uses.calls)
     # Of packed sequences; rows of an EmbeddingBag are bags, and what it looked up is in the graph.
     by_lengths = any(call.lengths and (call.sources or not call.layer.reads_indices) for call in uses.calls)
-    seen = {edge: each for edge, each in owned.items() if edge[0] not in constant and not each.zero}
+    seen = {edge: each for edge, each in owned.items() if not each.zero}
     if uses.hooked or by_lengths or _is_unclear(uses, seen, examples):
         return None
     indexed, views = list[tuple[int, Rows | None, Sequence[Rows | None]]](), list[tuple[int, Rows, Rows]]()

@@ -145,7 +145,7 @@ def crossed_error(place: Any, name: str) -> UnsupportedModelError:
     """The error about numbers that aren't finite, in positions of which it can't be told whose they are."""
     return UnsupportedModelError(
         f"{name}: this batch doesn't show which of several dimensions has the examples, and so whose a number is "
-        "that is not finite; nothing was clipped. Look for what is not finite in the data, or take larger physical batches",
+        "that is not finite; nothing was clipped. Look for what is not finite in the data, or take larger batches",
         name=name if isinstance(place, LayerCall) else "", place=place,
     )  # fmt: skip
 
