@@ -11,11 +11,18 @@ import torch
 from case_models import Wired
 from opacus_programs import MAX_NORM, assert_by_hand, mean_loss, private, small, train
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
 from ghostclip.compat import opacus
-from ghostclip.compat.opacus import BatchMemoryManager, PrivacyEngine, layers
+from ghostclip.compat.opacus import (
+    BatchMemoryManager,
+    DPDataLoader,
+    ModuleValidator,
+    PrivacyEngine,
+    RDPAccountant,
+    layers,
+)
 from ghostclip.errors import GradientLeakError, LossShapeError, PrivacyError, UnsupportedModelError
 
 
@@ -181,16 +188,37 @@ def foreign_loader() -> None:
     BatchMemoryManager(data_loader=[1], max_physical_batch_size=2, optimizer=words()[1])  # type: ignore[arg-type]
 
 
+def with_target_delta_0() -> None:
+    model, loader = nn.Linear(3, 2), DataLoader(TensorDataset(torch.zeros(4, 3)))
+    PrivacyEngine().make_private_with_epsilon(
+        module=model, optimizer=torch.optim.SGD(model.parameters()), data_loader=loader, target_epsilon=1.0,
+        target_delta=0, epochs=1, max_grad_norm=1.0,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("build", "error", "says"),
     [
         (lambda: words(loss_reduction="none"), ValueError, "loss_reduction"),
         (lambda: words(clipping="adaptive"), ValueError, "Adaptive"),
         (lambda: words(clipping="adaptive", target_unclipped_quantile=0.5), ValueError, "Adaptive"),
-        (lambda: opacus.GradSampleModule, ImportError, "per_example_grads"),
-        (lambda: opacus.get_noise_multiplier, ImportError, "accounting.noise_multiplier"),
         (lambda: words(clipping="per_layer"), ValueError, "a list of 5 norms"),
         (lambda: words(grad_sample_mode="no_op"), ValueError, "per_example_grads"),
+        (lambda: words(max_grad_norm="1"), TypeError, "^max_grad_norm must be a finite number > 0; got '1'"),
+        (lambda: words(max_grad_norm=None), TypeError, "^max_grad_norm must be .* got None"),
+        (lambda: words(max_grad_norm=-1), ValueError, "^max_grad_norm must be .* got -1"),
+        (lambda: words(max_grad_norm=[1.0] * 5), ValueError, r'^max_grad_norm=\[.*clipping="per_layer"'),
+        (lambda: words(max_grad_norm=[-1] * 5, clipping="per_layer"), ValueError, "^max_grad_norm must be .* got -1"),
+        (with_target_delta_0, ValueError, r"^target_delta must be .* got 0"),
+        (lambda: words()[1].__class__(None, noise_multiplier=1.0), TypeError, r"noise_multiplier; use .*make_private"),
+        (lambda: DPDataLoader.from_data_loader([1]), TypeError, r"no from_data_loader; use .*make_private"),
+        (lambda: RDPAccountant().get_optimizer_hook_fn, AttributeError, "each step is charged"),
+        (lambda: RDPAccountant().load_state_dict(None), TypeError, r"the dict of its state_dict\(\); got None"),
+        (lambda: setattr(RDPAccountant(), "history", "foo"), ValueError, r"history must be a list of \(noise.*'foo'"),
+        (lambda: setattr(RDPAccountant(), "history", [(1.0, 0.1)]), ValueError, r"history must be .*1\.0, 0\.1"),
+        (lambda: opacus.import_history(None, "none.ledger"), TypeError, "of an accountant is .* got None"),
+        (lambda: opacus.from_opacus(None), TypeError, r"state_dict must be a dict .*; got None"),  # type: ignore[arg-type]
+        (lambda: ModuleValidator.fix(None), TypeError, r"must be a torch\.nn\.Module"),  # type: ignore[arg-type]
         (lambda: words(wrap_model=False), ValueError, "same object"),
         (
             lambda: words(grad_sample_mode="ghost", criterion=nn.CrossEntropyLoss(reduction="sum")),

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
 from scipy.special import logsumexp
@@ -137,6 +137,11 @@ class Accountant(ABC):
             ValueError: no noise reaches it, or an argument is out of range.
         """
 
+    @property
+    def get_optimizer_hook_fn(self) -> NoReturn:
+        """Raises AttributeError: engines charge their steps themselves."""
+        raise AttributeError("an accountant has no get_optimizer_hook_fn; leave the hook out: each step is charged")
+
     def __len__(self) -> int:
         return len(self.events)
 
@@ -247,12 +252,19 @@ def create_accountant(mechanism: str) -> Accountant:
 
 
 def events_in(state_dict: Mapping[str, Any]) -> list[Event]:
-    """What a state dict of an accountant holds; ValueError where it holds no history."""
+    """What a state dict of an accountant holds; ValueError where it holds no history, TypeError where it is none."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"the state of an accountant is the dict of its state_dict(); got {state_dict!r}")
     if "events" in state_dict:
         return [decoded(event) for event in state_dict["events"]]
     if "history" not in state_dict:
         raise ValueError(f"the state of an accountant must have a history; got {sorted(state_dict)}")
-    return [SampledGaussian(rate, noise, steps) for noise, rate, steps in state_dict["history"]]
+    try:
+        history = [(rate, noise, steps) for noise, rate, steps in state_dict["history"]]
+    except (TypeError, ValueError):
+        got = f"got {state_dict['history']!r}"
+        raise ValueError(f"history must be a list of (noise multiplier, sample rate, steps); {got}") from None
+    return [SampledGaussian(*each) for each in history]
 
 
 def import_history(accountant: Any, path: str | os.PathLike[str]) -> Ledger:
@@ -271,8 +283,7 @@ def import_history(accountant: Any, path: str | os.PathLike[str]) -> Ledger:
         LedgerError: the file is in use, is damaged or can't be written.
         ValueError: the accountant holds no history, or a number in it is out of range.
     """
-    state = accountant if isinstance(accountant, Mapping) else accountant.state_dict()
-    for event in events_in(state):
+    for event in events_in(getattr(accountant, "state_dict", lambda: accountant)()):
         account = Ledger(path, block=max(1, event.count)).account()
         for _ in range(event.count):
             account.charge(replace(event, count=1))

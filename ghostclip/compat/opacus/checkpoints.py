@@ -30,6 +30,8 @@ def from_opacus(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         ``in_proj_weight`` (or ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight`` if their shapes differ),
         ``in_proj_bias``, ``bias_k`` and ``bias_v``.
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict {{name: value}}; got {state_dict!r}")
     found = dict(state_dict)
     if found and all(name.startswith(PREFIX) for name in found):
         found = {name.removeprefix(PREFIX): value for name, value in found.items()}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
 
 from ghostclip.compat.opacus.core import CoreEngine
 from ghostclip.compat.opacus.empty_batch import empty_batch
-from ghostclip.compat.opacus.optimizer import DPOptimizer
+from ghostclip.compat.opacus.optimizer import MADE, DPOptimizer
 from ghostclip.errors import PrivacyError
 from ghostclip.sampling import LogicalBatch
 from ghostclip.validate import positive_int
@@ -57,6 +57,11 @@ class DPDataLoader:
         self.sample_rate = engine.sample_rate
         self._engine, self.given, self._one_row, self._limit = engine, given, one_row, limit
         self._examples = len(given.dataset)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_data_loader(cls, *_: Any, **__: Any) -> NoReturn:
+        """Raises TypeError: such a loader belongs to an engine."""
+        raise TypeError(f"DPDataLoader has no from_data_loader; use {MADE}")
 
     def __len__(self) -> int:
         """The number of batches in an epoch; with a limit, the expected number of physical batches."""

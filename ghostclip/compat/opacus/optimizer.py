@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ghostclip.compat.opacus.backward import ScalarLosses
 from ghostclip.compat.opacus.core import CoreEngine
 from ghostclip.errors import PrivacyError
+from ghostclip.validate import RefusesNames
 
 __all__ = ["DPOptimizer"]
 
@@ -19,10 +20,11 @@ BEFORE_STEP = """optimizer.step() must come in a loop over the data_loader that 
 of its batches: `for inputs, targets in data_loader:` forward, loss.backward(), optimizer.step()"""
 NO_SAMPLES = """there are no p.grad_sample: clipped sums are formed without per-example gradients; \
 ghostclip.GhostClipper(model).per_example_grads(losses) materialises them, for losses of shape [B]"""
+MADE = "PrivacyEngine().make_private(...), which returns one"
 FIXED = "is what charges and noise are made for; call privacy_engine.detach() and make_private() again to change it"
 
 
-class DPOptimizer(Optimizer):
+class DPOptimizer(RefusesNames, Optimizer):
     """The optimizer that ``make_private`` returns: the user's own, with the attributes of Opacus's.
 
     ``state``, ``param_groups`` and all other attributes are those of the user's optimizer. No per-example gradient is
@@ -40,6 +42,8 @@ class DPOptimizer(Optimizer):
         handle: removes the ``step_hook`` from it.
         step_hook: called with this optimizer before each update, when noisy gradients are in place; or None.
     """
+
+    refused_names: ClassVar = dict.fromkeys(("noise_multiplier", "max_grad_norm"), MADE)
 
     # So that torch's GradScaler calls `step` at once, which refuses it.
     _step_supports_amp_scaling = True
@@ -107,8 +111,12 @@ class DPOptimizer(Optimizer):
 
     @property
     def expected_batch_size(self) -> int:
-        """The size of the data set over the length of its loader, rounded down; at least 1."""
+        """The size of the data set over the length of its loader, rounded down; at least 1. Fixed as well."""
         return self._expected_batch_size
+
+    @expected_batch_size.setter
+    def expected_batch_size(self, value: int) -> None:
+        raise AttributeError(f"expected_batch_size {FIXED}")
 
     @property
     def accumulated_iterations(self) -> int:

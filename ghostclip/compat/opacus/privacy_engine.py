@@ -25,7 +25,7 @@ from ghostclip.errors import PrivacyError
 from ghostclip.events import FixedSizeGaussian, SampledGaussian, SampledRelease
 from ghostclip.sampling.loading import size_of
 from ghostclip.sharding.plain import is_distributed
-from ghostclip.validate import one_of, positive_int
+from ghostclip.validate import one_of, open_fraction, positive, positive_int
 from ghostclip.wrap import wrap
 
 __all__ = ["OpacusEngine", "Options"]
@@ -207,7 +207,7 @@ class OpacusEngine:
         if not options.get("poisson_sampling", True):
             kind, rate = FixedSizeGaussian, expected_batch_size(examples, steps) / examples
         planned = kind(rate, 1.0, positive_int(epochs=epochs) * steps)
-        noise = self.accountant.noise_for(planned, target_epsilon, target_delta)
+        noise = self.accountant.noise_for(planned, target_epsilon, open_fraction(target_delta=target_delta))
         return self.make_private(
             module=module, optimizer=optimizer, data_loader=data_loader, noise_multiplier=noise,
             max_grad_norm=max_grad_norm, **options,
@@ -365,11 +365,14 @@ def _examples_in(loader: DataLoader[Any]) -> int:
 def _policy(module: nn.Module, max_grad_norm: float | list[float], clipping: str) -> Any:
     """Flat clipping, or a threshold for each trained parameter."""
     if clipping == "flat":
-        return max_grad_norm
+        if isinstance(max_grad_norm, list | tuple):
+            raise ValueError(f'max_grad_norm={max_grad_norm!r} goes with clipping="per_layer"; else give one number')
+        return positive(max_grad_norm=max_grad_norm)
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     if not isinstance(max_grad_norm, list) or len(max_grad_norm) != len(names):
         raise ValueError(
             f'max_grad_norm must be a list of {len(names)} norms with clipping="per_layer", one for each trained '
             f"parameter; got {max_grad_norm!r}"
         )
-    return Grouped({name: [name] for name in names}, dict(zip(names, max_grad_norm, strict=True)))
+    norms = [positive(max_grad_norm=each) for each in max_grad_norm]
+    return Grouped({name: [name] for name in names}, dict(zip(names, norms, strict=True)))

@@ -12,7 +12,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.nn import GroupNorm
-from ghostclip.wrap import obstacles
+from ghostclip.wrap import check_module, obstacles
 
 __all__ = ["ModuleValidator"]
 
@@ -62,12 +62,13 @@ class ModuleValidator:
             The copy.
 
         Raises:
-            TypeError: an option has another name.
+            TypeError: an option has another name, or ``module`` is no module.
             ValueError: ``num_groups`` doesn't divide the number of channels.
         """
         groups = options.pop("num_groups", None)
         if options:
             raise TypeError(f"fix() takes num_groups as its only option; got {', '.join(options)}")
+        check_module(module)
         module = copy.deepcopy(module)
         if isinstance(module, _BatchNorm):
             return _group_norm(module, groups)
