@@ -8,12 +8,15 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 __all__ = [
     "RefusesNames",
+    "a_path",
     "at_least_one",
     "fraction",
     "nonnegative",
@@ -94,6 +97,14 @@ def one_of(choices: Sequence[str], **argument: Any) -> str:
         instead = "; pld bounds what Opacus's prv estimates" if value == "prv" else ""
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}{instead}")
     return value
+
+
+def a_path(**argument: Any) -> Path:
+    """The one keyword argument as a Path. Raises TypeError naming it."""
+    ((name, value),) = argument.items()
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name} must be a str or a Path; got {value!r} of type {type(value).__name__}")
+    return Path(value)
 
 
 class RefusesNames:

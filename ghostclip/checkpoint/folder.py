@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ghostclip.errors import PrivacyError
+from ghostclip.validate import a_path
 
 __all__ = ["place_of", "previous_of", "read_file", "replace_folder"]
 
@@ -22,9 +23,10 @@ PRIVATE_MODE, MODE = 0o600, 0o666
 
 def place_of(path: str | os.PathLike[str]) -> Path:
     """The folder a user means, links in its path followed."""
+    found = a_path(path=path)
     if not os.fspath(path):
         raise ValueError("path must name a folder for the checkpoint; got an empty string")
-    return Path(os.path.realpath(os.fspath(path)))
+    return Path(os.path.realpath(found))
 
 
 def previous_of(place: Path) -> Path:
@@ -84,7 +86,9 @@ def replace_folder(
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
     except OSError as error:
-        why = f"{error.strerror or error}; the checkpoint was not saved; what was saved before is still there"
+        kept = any(map(os.path.exists, (place, previous_of(place))))
+        what = "; what was saved before is still there" if kept else ""
+        why = f"{error.strerror or error}; the checkpoint was not saved{what}"
         raise OSError(error.errno, why, str(place)) from error
 
 

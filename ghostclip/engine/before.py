@@ -38,7 +38,7 @@ class Before:
     def __init__(self, released: Iterable[PrivateMean], private: bool) -> None:
         if isinstance(released, PrivateMean):
             raise TypeError("before must be a list of what ghostclip.private_mean returned; give before=[released]")
-        released = list(released)
+        released = list(released) if isinstance(released, Iterable) else [released]
         for each in released:
             if not isinstance(each, PrivateMean):
                 raise TypeError(f"before must be a list of what ghostclip.private_mean returned; got {each!r} in it")

@@ -101,6 +101,8 @@ class PrivateTrainer(Trainer):
         args = self._arguments("tmp_trainer") if args is None else args
         check_arguments(args)
         check_privacy(privacy)
+        if compute_losses is not None and not callable(compute_losses):
+            raise TypeError(f"compute_losses must be a function (model, inputs) -> losses [B]; got {compute_losses!r}")
         if options.get("train_dataset") is not None:
             size_of(options["train_dataset"])
         if args.max_grad_norm:

@@ -143,8 +143,8 @@ def _outputs(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def _labels(inputs: Mapping[str, Any]) -> Tensor:
     if "labels" not in inputs:
         raise ValueError(
-            f"the inputs have no labels, only {', '.join(inputs)}; use a data collator that makes them, or give "
-            "PrivateTrainer(compute_losses=...)"
+            f"the inputs have no entry named labels (label_names isn't read), only {', '.join(inputs)}; use a data "
+            "collator that makes it, or give PrivateTrainer(compute_losses=...)"
         )
     return inputs["labels"]
 

@@ -113,14 +113,15 @@ def check_arguments(args: TrainingArguments) -> None:
             f"hub_strategy={_word(args.hub_strategy)!r} would publish checkpoints, whose random states are private; "
             'use "end" or "every_save"'
         )
-    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        chosen = getattr(args, name, None) or {}
+    name = "activation_checkpointing_kwargs (gradient_checkpointing_kwargs in earlier transformers)"
+    for each in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        chosen = getattr(args, each, None) or {}
         if chosen.get("use_reentrant"):
             raise PrivacyError(f'{name}: use_reentrant=True hides the graph; use {{"use_reentrant": False}}')
         if chosen.get("selective"):
             raise PrivacyError(
                 f"{name}: what selective=True keeps serves one backward, and clipping needs two; leave it out: "
-                "gradient_checkpointing=True saves more memory"
+                "activation_checkpointing=True (gradient_checkpointing=True) saves more memory"
             )
     if "num_steps" in (getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}):
         raise PrivacyError("num_steps of accelerator_config isn't followed; use gradient_accumulation_steps")

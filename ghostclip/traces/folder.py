@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ghostclip.validate import a_path
+
 __all__ = ["BY_GROUP", "BY_STEP", "PRIVATE", "TraceFolder", "TracedStep", "read"]
 
 PRIVATE = (
@@ -65,7 +67,7 @@ class TraceFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = a_path(path=path)
         self._write = _writers(self.path)
         if self.path.exists():
             raise FileExistsError(f"{self.path} exists; give the path of a trace that is to be made, or remove it")
@@ -101,7 +103,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: the folder is no trace, or has no step yet.
         ModuleNotFoundError: pyarrow is not installed, and the files are Parquet files.
     """
-    folder = Path(path)
+    folder = a_path(path=path)
     _suffix(folder)
     files = sorted(folder.glob(f"step-*{folder.suffix}"))
     if not files:

@@ -137,3 +137,8 @@ def test_what_cannot_be_charged_is_refused(before, changes, error, message, path
     with pytest.raises(error, match=message):
         engine_for(given, ledger=path, **changes)
     assert not path.exists() or Ledger(path).events == []
+
+
+def test_a_number_before_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"before must be a list of what .* got 3 in it"):
+        engine_for(3)  # type: ignore[arg-type]

@@ -245,12 +245,17 @@ REFUSED = [
     (lambda folder: tt.trainer(folder, more={"compute_loss_func": lambda *_, **__: None}), "compute_losses"),
     (lambda folder: tt.trainer(folder, tt.bert("QuestionAnswering")), r"BertForQuestionAnswering.*compute_losses"),
     (lambda folder: tt.trainer(folder).hyperparameter_search(n_trials=2), "spends privacy"),
+    (lambda folder: tt.trainer(folder, compute_losses=3), "compute_losses must be a function .* got 3"),
+    (lambda folder: tt.trainer(folder).task_losses(None, {"y": 0}), r"no entry named labels \(label_names .* only y;"),
+    (lambda folder: trainer_with(folder, gradient_checkpointing_kwargs={"use_reentrant": True}),
+     r"^activation_checkpointing_kwargs \(gradient_checkpointing_kwargs in .*: use_reentrant=True hides"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("build", "words"), REFUSED)
+@pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
 def test_what_is_not_private_is_refused(build, words, tmp_path):
-    with pytest.raises((PrivacyError, UnsupportedModelError), match=words):
+    with pytest.raises((PrivacyError, UnsupportedModelError, TypeError, ValueError), match=words):
         build(tmp_path)
 
 

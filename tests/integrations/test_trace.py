@@ -377,6 +377,8 @@ def test_what_can_not_be_traced_is_refused_and_nothing_is_made(
     (tmp_path / "mine.npz").write_text("mine")
     with pytest.raises((ValueError, TypeError, FileExistsError), match=words):
         engine.trace(tmp_path / name, every=every)
+    with pytest.raises(TypeError, match="path must be a str or a Path; got 3 of type int"):
+        engine.trace(3)
     if words == SUFFIX:
         with pytest.raises(ValueError, match=words):
             traces.read(tmp_path / name)

@@ -238,7 +238,7 @@ def test_what_is_in_the_way_is_left_alone(place: Path) -> None:
         save(place.parent / "x", 1.0)
     with pytest.raises(PrivacyError, match="in the way of a checkpoint: it is not a folder"):
         save(place / "notes.txt", 1.0)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="the checkpoint was not saved: "):  # and nothing was before
         save(place / "notes.txt" / "x", 1.0)
     assert (place / "notes.txt").read_text() == (place.parent / "x.previous" / "thesis.tex").read_text() == "mine"
     assert not (place.parent / "x").exists()
@@ -249,6 +249,8 @@ def test_where_none_is(place: Path) -> None:
         checkpoint.load(place.parent / "none")
     with pytest.raises(ValueError, match="path must name a folder"):
         checkpoint.load("")
+    with pytest.raises(TypeError, match="path must be a str or a Path; got 3 of type int"):
+        save(3, 1.0)  # type: ignore[arg-type]
     with pytest.raises(PrivacyError, match=r"model.safetensors is a file; a checkpoint is the folder"):
         checkpoint.load(place / "model.safetensors")
     save(place / "new" / "deep" / "x", 1.0)
