@@ -46,7 +46,7 @@ MOVED = (
 )
 FAINT = (
     "some float16 gradients are too small beside the batch's largest (2**-16 of it) to be told whose they are, and "
-    "this model may move rows; nothing was clipped. Give loss_scale=1024.0, or use bfloat16 or float32"
+    "this model may move rows; nothing was clipped. Use bfloat16 or float32 (float16 losses: give loss_scale=1024.0)"
 )
 # Whether rows were not shown.
 HIDES = operator.attrgetter("is_partly_shown")
