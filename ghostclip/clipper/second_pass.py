@@ -117,8 +117,6 @@ class TwoPasses(FirstPasses):
                 run.measure_exactly()
             norms, bounds = self.norms_and_bounds(run)
             finite = _finite(norms, losses)
-        if finite is not None:
-            self._layouts.check_left_out(int((~finite).sum()))
         return run, norms, bounds, finite
 
     def _looked_at(self, run: NormCollector, norms: Any, losses: Tensor) -> Tensor | None:

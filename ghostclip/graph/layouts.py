@@ -48,6 +48,11 @@ FAINT = (
     "some float16 gradients are too small beside the batch's largest (2**-16 of it) to be told whose they are, and "
     "this model may move rows; nothing was clipped. Use bfloat16 or float32 (float16 losses: give loss_scale=1024.0)"
 )
+SPREAD = (
+    "examples of this batch are not finite, and an operation of the model gives NaN of one to others (0 * NaN is NaN, "
+    "as where a mask keeps packed texts apart), so that one may leave out the others; nothing was clipped. Look for "
+    "inputs that are not finite, or pad the examples in place of packing them"
+)
 # Whether rows were not shown.
 HIDES = operator.attrgetter("is_partly_shown")
 # Every so many batches of a structure are measured, and so many where gradients are float16.
@@ -171,8 +176,8 @@ class Layouts:
             layout = _measured(structure, Batch(losses, uses, names, forward, indices, self.keep_resident), hold)
             if structure.layout is None:
                 self._look_for_spreading(losses, uses, layout)
-            if layout.drops_odd:
-                self.check_left_out(2)
+            if layout.drops_odd and self._spreads:
+                raise UnsupportedModelError(SPREAD)
             return layout
         return self._by_layout(structure.layout, uses, losses)
 
@@ -222,16 +227,6 @@ class Layouts:
         if self._unstored > 1 and self._unstored & (self._unstored - 1) == 0:
             attempt = self._unstored.bit_length()
             self._spreads |= spreads(losses, layout.rows, uses.weights_alone, attempt)
-
-    def check_left_out(self, count: int) -> None:
-        """Raises UnsupportedModelError where of so many examples that aren't finite one may have made the others so."""
-        if self._spreads and count > 1:
-            raise UnsupportedModelError(
-                "several examples of this batch are not finite, and an operation of the model gives NaN of one to "
-                "others (0 * NaN is NaN, as where a mask keeps packed texts apart), so that one may leave out the "
-                "others; nothing was clipped. Look for inputs that are not finite, or pad the examples in place of "
-                "packing them"
-            )
 
     def _by_layout(self, known: _Layout, uses: Uses, losses: Tensor) -> RowLayout:
         """How a batch is laid out whose structure is known."""

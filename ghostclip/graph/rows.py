@@ -77,6 +77,11 @@ class Owned:
     odd: bool = False
 
     @property
+    def dim(self) -> int | None:
+        """The dimension that has the examples; None where none has, or several fit."""
+        return None if self.rows is None or self.crossed else self.rows.dim
+
+    @property
     def shown(self) -> bool:
         """Whether rows of at least two examples were shown."""
         return self.examples > 1

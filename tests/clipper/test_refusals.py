@@ -52,7 +52,7 @@ OTHERS = {
 ELSEWHERE = (
     "{} defines no per_example",
     "a hook or torch.autograd.Function of your own",
-    "several examples of this batch are not finite",
+    "examples of this batch are not finite",
     "{} got an input without a batch dimension (its output",
     "in this batch one example's loss depends on rows of others",
     "{} depends on the examples could not be tried: nothing changed",

@@ -101,7 +101,11 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+PROGRAMS["a time that nobody reads, a bare parameter"] = PROGRAMS["a time that nobody reads"]._replace(
+    wiring=lambda m, tokens: squares((tokens * m.p).tanh().diagonal().mT), modules=lambda: {"p": torch.randn(3)}
+)
 REFUSED = {
+    "a time that nobody reads, a bare parameter": "which of several dimensions has the examples",
     "roots of zero alone": "spoils the gradients of others",
     "a time that nobody reads": "which of several dimensions has the examples",
 }
@@ -147,7 +151,7 @@ def summed(program: Program, second_pass: str, before: int, spoilt: bool) -> Ten
 
 
 every_batch = pytest.mark.parametrize(
-    ("second_pass", "before"), [*itertools.product(["cached", "reweight"], [0, 1, 3])]
+    ("second_pass", "before"), [*itertools.product(["cached", "reweight"], [0, 1, 2])]
 )
 
 

@@ -24,13 +24,14 @@ class KnownShared:
     """What all examples share in graphs of a structure; places are those of nodes in the walk.
 
     Attributes:
-        boundaries: (place of a node, number of its output, slots of its shared inputs, dimension of the examples).
+        boundaries: (place of a node, number of its output, slots of its shared inputs, dimension of the examples; None
+            where it isn't certain).
         shared_calls: numbers of the uses of layers that are shared.
-        layers: of each use of a layer, the dimension that has the examples; None where none has.
+        layers: of each use of a layer, the dimension that has the examples; None where none has, or it isn't certain.
         silent: (place of a node, number of its output) of tensors that may be boundaries once they have a gradient.
     """
 
-    boundaries: Sequence[tuple[int, int, Sequence[int], int]]
+    boundaries: Sequence[tuple[int, int, Sequence[int], int | None]]
     shared_calls: Sequence[int]
     layers: Sequence[int | None]
     silent: Sequence[tuple[int, int]] = ()
@@ -38,12 +39,11 @@ class KnownShared:
     @classmethod
     def of(cls, uses: Uses, owned: Mapping[Subject, Owned], region: SharedSubgraph | None) -> KnownShared:
         """The record of a graph that was measured, by which its shared part is found in others."""
-        rows = [owned[call].rows for call in uses.calls]
-        layers = [None if each is None else each.dim for each in rows]
+        layers = [owned[call].dim for call in uses.calls]
         if region is None:
             return cls([], [], layers)
         places, tables = uses.places, set(region.calls.values())
-        boundaries = [(places[each.node], each.number, each.shared, each.dim) for each in region.boundaries]
+        boundaries = [(places[each.node], each.number, each.shared, owned[each.edge].dim) for each in region.boundaries]
         numbers = [number for number, call in enumerate(uses.calls) if call in tables]
         return cls(boundaries, numbers, layers, [(places[node], number) for node, number in region.silent])
 
