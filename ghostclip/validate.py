@@ -18,6 +18,7 @@ __all__ = [
     "RefusesNames",
     "a_path",
     "at_least_one",
+    "flag",
     "fraction",
     "nonnegative",
     "one_of",
@@ -88,6 +89,14 @@ def whole(**argument: Any) -> int:
 def positive_int(**argument: Any) -> int:
     """The one keyword argument as an int >= 1. Raises ValueError or TypeError naming it."""
     return int(_number(argument, "a whole number >= 1", lambda value: value >= 1 and value % 1 == 0))
+
+
+def flag(**argument: Any) -> bool:
+    """The one keyword argument, True or False. Raises TypeError naming it: "no" would be true."""
+    ((name, value),) = argument.items()
+    if type(value).__name__ not in ("bool", "bool_"):  # numpy's, too
+        raise TypeError(f"{name} must be True or False; got {value!r}")
+    return bool(value)
 
 
 def one_of(choices: Sequence[str], **argument: Any) -> str:

@@ -268,6 +268,8 @@ def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
             "DataParallel runs copies of the model in threads, which per-example gradients can't be had of",
             "give its .module; for several devices start a process for each, with DistributedDataParallel",
         )
+    elif any(each.__module__.startswith("opacus.grad_sample") for each in type(module).__mro__):
+        yield f"{kind} of Opacus has hooks on the layers", "take them off: model = model.to_standard_module()"
     elif isinstance(module, torch_nn.modules.batchnorm._BatchNorm) and module.training:
         known = kind in BATCHNORM
         remedy = (

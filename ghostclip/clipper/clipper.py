@@ -22,7 +22,7 @@ from ghostclip.errors import RowsMovedError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.planner import Planner
 from ghostclip.sharding import sharding_of
-from ghostclip.validate import RefusesNames, one_of, positive, power_of_two
+from ghostclip.validate import RefusesNames, flag, one_of, positive, power_of_two
 from ghostclip.wrap import check_module, wrap
 
 __all__ = ["ClippingResult", "GhostClipper", "register_compiler"]
@@ -120,7 +120,7 @@ class GhostClipper(RefusesNames):
         self.passes.calls = self.calls
         self._guard = GradientGuard()
         self.compiled: Any = None
-        if compile:
+        if flag(compile=compile):
             self.compile()
 
     def __repr__(self) -> str:

@@ -39,7 +39,7 @@ from ghostclip.noise import Correlation, Noise, noise_source
 from ghostclip.noise.mean import PrivateMean
 from ghostclip.sampling import LogicalBatch, LogicalBatches
 from ghostclip.traces import StepTrace
-from ghostclip.validate import open_fraction, whole
+from ghostclip.validate import flag, open_fraction, whole
 
 __all__ = ["PrivacyEngine"]
 
@@ -163,7 +163,7 @@ class PrivacyEngine(Refusals):
         release = Release(
             clipper, optimizer, adding, plan.noise_multiplier, plan.at, charging.charge, scaling, ranks, micro_batches
         )
-        self._steps = loader.owner = LogicalStep(release, self_check)
+        self._steps = loader.owner = LogicalStep(release, flag(self_check=self_check))
         self._loader: LogicalBatches | None = loader
         self.model, self.optimizer, self.clipping, self.schedule = model, optimizer, clipper.clipping, schedule
         self.noise, self.sampling, self.neighboring = source.mode, sampling, neighboring
@@ -291,7 +291,8 @@ class PrivacyEngine(Refusals):
         if not self.steps_taken:
             return found
         if not self._spending.private:
-            return f"{found} No noise was added, so nothing is promised."
+            what = "The noise can be repeated by its seed" if self.noise == "test" else "No noise was added"
+            return f"{found} {what}, so nothing is promised."
         found += generators_in_words(self._spending.noises)
         return f"{found} Membership attacks: {accounting.risk_of(self.events)}."
 

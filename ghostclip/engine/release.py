@@ -369,6 +369,8 @@ class Release:
 
     def noise_std(self, parameter: nn.Parameter) -> float:
         """The standard deviation of the noise in each entry of the parameter's private gradient, as it is now."""
+        if not any(parameter is each for _, *pair in self.clipper.sharding.pairs for each in pair):
+            raise ValueError(f"noise_std takes a parameter of the engine's model; got {type(parameter).__name__}")
         std = self.settings.noise_multiplier * (self.sensitivity or self.clipper.passes.sensitivity)
         return std * self.noise_shares().get(parameter, 1.0) * self._noise.growth / self.settings.batch_size
 

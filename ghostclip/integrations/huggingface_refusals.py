@@ -14,7 +14,7 @@ from ghostclip import accounting
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.integrations.huggingface_arguments import PrivacyArguments
 from ghostclip.ledger import Ledger
-from ghostclip.validate import positive
+from ghostclip.validate import flag, positive
 
 __all__ = [
     "check_arguments",
@@ -141,6 +141,8 @@ def check_privacy(privacy: PrivacyArguments) -> None:
         )
     if privacy.target_epsilon is not None:
         positive(target_epsilon=privacy.target_epsilon)
+    flag(log_private_loss=privacy.log_private_loss)
+    flag(public_evaluation=privacy.public_evaluation)
 
 
 def refuse_spent(ledger: Ledger, target_epsilon: float, delta: float) -> None:

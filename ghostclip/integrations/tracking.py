@@ -43,10 +43,12 @@ class Tracker:
         every: n, >= 1; the other calls do nothing.
 
     Raises:
-        ValueError, TypeError: ``every`` is out of range.
+        ValueError, TypeError: ``send`` is no function, or ``every`` is out of range.
     """
 
     def __init__(self, send: Send, every: int = 1) -> None:
+        if not callable(send):
+            raise TypeError(f"send must be a function of (values, step); got {send!r}")
         self._send, self._every = send, positive_int(every=every)
 
     def __call__(self, engine: PrivacyEngine) -> None:
@@ -63,6 +65,9 @@ def tensorboard(writer: Any, every: int = 1) -> Tracker:
         writer: a ``torch.utils.tensorboard.SummaryWriter``.
         every: as for `Tracker`.
     """
+
+    if not hasattr(writer, "add_scalar"):
+        raise TypeError(f"writer must be a SummaryWriter, which has add_scalar; got {writer!r}")
 
     def send(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():

@@ -186,6 +186,11 @@ def _checked(train: Any, candidates: Any, score: Any) -> list[Any]:
     for name, function in (("train", train), ("score", score)):
         if not callable(function):
             raise TypeError(f"{name} must be callable; got {function!r}")
+    if isinstance(candidates, (str, Mapping)) or not isinstance(candidates, Iterable):
+        raise TypeError(
+            f"candidates must be a list of settings; got {candidates!r} (of a grid: "
+            "[dict(zip(grid, each)) for each in itertools.product(*grid.values())])"
+        )
     candidates = list(candidates)
     if not candidates:
         raise ValueError("candidates must be a sequence of at least one setting; got none")

@@ -65,6 +65,8 @@ ELSEWHERE = (
     "{}: this batch doesn't show which example's gradient is not finite",
     "{} computes a feature in another precision",
     "load the model with BitsAndBytesConfig",
+    "{} of Opacus has hooks on the layers",
+    "take them off: model = model.to_standard_module()",
 )
 
 X = torch.linspace(-1, 2, 4 * 6 * 3).view(4, 6, 3)

@@ -112,6 +112,13 @@ WRONG = {
         lambda m: built(m, noise_multiplier="1"), TypeError, "^noise_multiplier must be .*; got '1' of type str",
     ),
     "a truth value": (lambda m: built(m, batch_size=True), TypeError, "^batch_size must be .*; got True of type bool"),
+    "a text as a flag": (
+        lambda m: built(m, self_check="no"), TypeError, "^self_check must be True or False; got 'no'",
+    ),
+    "a text as a clipper's flag": (
+        lambda m: ghostclip.GhostClipper(m, compile="yes"), TypeError, "^compile must be True or False; got 'yes'",
+    ),
+    "noise of a name": (lambda m: built(m).noise_std("0.weight"), ValueError, "takes a parameter .*; got str"),
     "a tuple of tensors": (
         lambda m: built(m, data=COLUMNS),
         TypeError, r"tuple of 2 tensors \(\[24, 5\], \[24\]\).*TensorDataset\(inputs, targets\)",
@@ -294,6 +301,9 @@ def test_an_engine_that_could_not_be_built_leaves_the_optimizer_alone(model, mon
 def test_a_guarantee_without_noise_says_so(model):
     runs.train(engine := runs.engine_for(model, noise_multiplier=0.0), 1)
     assert engine.guarantee().endswith(" No noise was added, so nothing is promised.")
+    engine.detach()
+    runs.train(engine := runs.engine_for(model, noise_multiplier=1.0, noise="test", seed=1), 1)
+    assert engine.guarantee().endswith(" The noise can be repeated by its seed, so nothing is promised.")
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -318,3 +318,10 @@ def test_the_comparison_says_where_gradients_and_epsilon_agree(
     assert not script.agrees(found)
     assert script.agrees({**found, "gradients": 0.0})
     assert not script.agrees({"gradients": 0.0, "epsilon": {script.OURS: 1.001, script.THEIRS: 1.0}})
+
+
+def test_a_model_inside_of_their_wrapper_is_refused_with_the_way_out(opacus: Any) -> None:
+    model = opacus.GradSampleModule(torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    with pytest.raises(ghostclip.UnsupportedModelError, match=r"model = model\.to_standard_module\(\)"):
+        ghostclip.wrap(model)
+    assert ghostclip.check(ghostclip.wrap(model.to_standard_module())) == []

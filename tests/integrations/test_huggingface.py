@@ -341,6 +341,12 @@ def test_names_of_others_are_refused_with_ours(name, instead):
         PrivateTrainer(privacy=PrivacyArguments(target_epsilon="3") if name == "epsilon" else {name: 1.0})
 
 
+@pytest.mark.parametrize("name", ["log_private_loss", "public_evaluation"])
+def test_a_text_is_no_flag(name):
+    with pytest.raises(TypeError, match=f"{name} must be True or False; got 'no'"):
+        PrivateTrainer(privacy=PrivacyArguments(noise_multiplier=1.0, **{name: "no"}))
+
+
 BEST = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
 FOLLOWING = [
     ("load_best_model_at_end", BEST, False), ("metric_for_best_model='loss'", {"metric_for_best_model": "loss"}, False),

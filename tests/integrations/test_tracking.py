@@ -49,6 +49,12 @@ def test_each_receiver_gets_the_public_values_of_each_step(make: Any) -> None:
             make(receiver, every=every)
 
 
+@pytest.mark.parametrize(("make", "name"), [(tracking.tensorboard, "writer"), (tracking.Tracker, "send")])
+def test_a_path_is_no_receiver(make: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be .*; got 'runs/x'"):
+        make("runs/x")
+
+
 def test_a_real_writer_of_tensorboard(tmp_path: Any) -> None:
     boards = pytest.importorskip("torch.utils.tensorboard", exc_type=ImportError)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -342,6 +342,8 @@ OUT_OF_RANGE = {
         ({"train": 3}, "train must be callable; got 3"),
         ({"score": None}, "score must be callable; got None"),
         ({"candidates": []}, "at least one setting; got none"),
+        ({"candidates": {"lr": [1, 2]}}, r"candidates must be a list of settings; got \{'lr'.*itertools\.product"),
+        ({"candidates": 3}, "candidates must be a list of settings; got 3"),
         ({"before": [3]}, "before must be a list of what ghostclip.private_mean returned; got 3 in it"),
         *(({name: wrong}, name) for name, wrong in OUT_OF_RANGE.items()),
     ],
