@@ -3503,6 +3503,20 @@ BY_MARKS = [
         NOT_SHOWN,
     ),
     Mutant(
+        "what overflows where float16 is measured is nobody's",
+        MARKED,
+        "while half and _overflows(first, plain):",
+        "while False:",
+        ("tests/engine/test_loss_scaling.py", "-k", "too_faint"),
+    ),
+    Mutant(
+        "an example whose loss is NaN has a norm where its rows are nobody's",
+        "ghostclip/clipper/collector.py",
+        "        if self.layout.drops_odd:\n",
+        "        if False:\n",
+        ("tests/layers/test_recurrent.py", "-k", "bad_packed"),
+    ),
+    Mutant(
         "NaN that is pulled back to a parameter is each example's own",
         "ghostclip/graph/shared/subgraph.py",
         "whole.values(), is_pulled=True)",

@@ -328,7 +328,10 @@ class NormCollector(TermReceiver):
         return norms(squared, self._dtype)
 
     def _unscaled(self, *found: Tensor) -> tuple[Tensor, ...]:
-        """[B, ...] each, of the losses as they are."""
+        """[B, ...] each, of the losses as they are: NaN where one isn't finite, though its rows may be nobody's."""
+        if self.layout.drops_odd:
+            finite = self.losses.detach().isfinite()
+            found = tuple([each.where(finite.view(-1, *[1] * (each.dim() - 1)), torch.nan) for each in found])
         scale = self.scale
         if isinstance(scale, Tensor):
             scale = scale.to(found[0].dtype).view(-1, *[1] * (found[0].dim() - 1))

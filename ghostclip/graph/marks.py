@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -78,6 +78,10 @@ class MarkScheme:
         most = math.frexp(torch.finfo(dtype).max)[1] - 1
         power = min(8 - math.frexp(largest)[1], most) if largest else 0
         return cls(4, power - 4, 2.0**-7, 2.0**-7, 2.0**-8, 2.0**power)
+
+    def lowered(self) -> MarkScheme:
+        """The same below by 2 ** 4, where something between the losses and the layers left float16."""
+        return replace(self, lowest=self.lowest - 4, plain=self.plain / 16)
 
     def drawn(self, losses: Tensor, sizes: Tensor | None = None) -> Tensor:
         """Marks [B]: levels spread evenly over the examples, in an order that is random and another one in each batch.

@@ -76,12 +76,12 @@ def owners(
     dims, examples = {each: _dims(each, known or {}) for each in subjects}, len(losses)
     sized = {each: dims[each][0] for each in subjects[: len(calls)] or subjects}
     backward = functools.partial(_backward, losses, calls, dims, ends)
-    scheme = (
-        MarkScheme.of_half(_largest(sized, backward(torch.ones_like(losses))), losses.dtype)
-        if half
-        else MarkScheme.of_batch(examples)
-    )
+    first = backward(torch.ones_like(losses)) if half else {}
+    scheme = MarkScheme.of_half(_largest(sized, first), losses.dtype) if half else MarkScheme.of_batch(examples)
     plain = backward(torch.full_like(losses, scheme.plain), gradients)
+    while half and _overflows(first, plain):
+        scheme = scheme.lowered()
+        plain = backward(torch.full_like(losses, scheme.plain))
     sizes = None if half else _sizes(sized, plain, examples)
     marks = scheme.drawn_apart(losses, sizes)
     seen, finite = _stacked([backward(each) for each in marks]), losses.detach().isfinite()
@@ -185,6 +185,11 @@ def _sizes(subjects: Mapping[Subject, int], plain: Found, examples: int) -> Tens
     found = [plain[key][0] for key in subjects.items()]
     found = [each.double().view(examples, -1).amax(1) for each in found if len(each) and not len(each) % examples]
     return torch.stack(found) if found else None
+
+
+def _overflows(first: Found, plain: Found) -> bool:
+    """Whether some row that was finite in a ``first`` backward isn't in another one."""
+    return any(bool((each[0].isfinite() & ~plain[key][0].isfinite()).any()) for key, each in first.items())
 
 
 def _dims_of(found: Sequence[Owned]) -> tuple[int, ...]:
