@@ -3357,9 +3357,9 @@ BY_MARKS = [
     ),
     Mutant(
         "rows that show nothing are those of the examples of their places, whatever they read",
-        STORED,
-        "own.rows if known else own.surely",
-        "own.rows",
+        MEASURING,
+        "    return own.rows if known else own.surely",
+        "    return own.rows",
         ("tests/clipper/test_nonfinite.py", "-k", "example_of_its_place"),
     ),
     Mutant(
@@ -3462,9 +3462,9 @@ BY_MARKS = [
     ),
     Mutant(
         "rows below gradients of zeros are in order where others were shown to be",
-        STORED,
-        "if own.zero or own.rows is None:",
-        "if own.rows is None:",
+        MEASURING,
+        "zero = own.zero or own.rows is None",
+        "zero = own.rows is None",
         NOT_SHOWN,
     ),
     Mutant(
@@ -3477,8 +3477,8 @@ BY_MARKS = [
     Mutant(
         "positions that fit two dimensions are those of the first one",
         "ghostclip/clipper/collector.py",
-        "is not None and rows.crossed:",
-        "is not None and False:",
+        "if rows is not None and rows.crossed and",
+        "if False and",
         NOT_SHOWN,
     ),
     Mutant(
@@ -3491,16 +3491,37 @@ BY_MARKS = [
     Mutant(
         "positions of a boundary that fit two dimensions are those of the first one",
         "ghostclip/graph/shared/subgraph.py",
-        "if boundary.rows.crossed and grad is not None:",
-        "if False:",
+        "if grad is not None and rows.crossed and",
+        "if False and",
         NOT_SHOWN,
     ),
     Mutant(
         "float16 rows that are small beside others are dropped",
         STORED,
-        "if any(each.faint for each in doubtful):",
-        "if False:",
+        "and may_move(batch, faint):",
+        "and False:",
         NOT_SHOWN,
+    ),
+    Mutant(
+        "a dimension that shows one large example may have the examples as well",
+        MARKED,
+        "and each.examples == most > 0",
+        "and each.examples",
+        (*NOT_SHOWN, "-k", "far_larger"),
+    ),
+    Mutant(
+        "a proven layout is gone with a batch that shows one example",
+        STORED,
+        "if structure.layout is None and before is not None and _holds(",
+        "if False and _holds(",
+        (*NOT_SHOWN, "-k", "layout_that_was_proven"),
+    ),
+    Mutant(
+        "rows of an LSTM's projection are nobody's where its gates are saturated",
+        "ghostclip/nn/rnn/layers.py",
+        "return bool(self.proj_size)",
+        "return False",
+        (*NOT_SHOWN, "-k", "projection"),
     ),
     Mutant(
         "what overflows where float16 is measured is nobody's",

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from ghostclip.graph.marks import numbers
 from ghostclip.graph.row_layout import RowLayout
-from ghostclip.graph.rows import crossed_error, where_shown
+from ghostclip.graph.rows import crossed_error, shows_all
 from ghostclip.nn.base import LayerCall, Part, place_of
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.precision import full_precision
 from ghostclip.norms.ragged import combined, regrouped
-from ghostclip.norms.reduce import Parts, all_finite, norms, rounding_margin
+from ghostclip.norms.reduce import Parts, norms, rounding_margin
 from ghostclip.norms.term import Dense, NormResult, PerExampleGrads, to_float32
 from ghostclip.planner import SOLE, Planner, StrategyChoice, kept_bytes
 
@@ -100,10 +100,9 @@ class TermReceiver(ABC):
             self.look(call, grad)
         # Saved inputs still know their history; what is held must not keep that part of the graph alive.
         inputs = tuple(map(Tensor.detach, inputs))
-        if (rows := self.layout.rows.get(call)) is not None and rows.crossed:
-            if not all_finite(*(each for each in inputs if each.is_floating_point())):
-                raise crossed_error(call, place_of(call.layer))
-            grad = where_shown(grad, rows.crossed)
+        rows = self.layout.rows.get(call)
+        if rows is not None and rows.crossed and not shows_all(grad, rows, inputs):
+            raise crossed_error(call, place_of(call.layer))
         parts, regrouping = self._parts[id(call)], self.layout.regrouping.get(id(call))
         with full_precision(grad.device):
             if regrouping is None and self.takes_pairs and self._may_pair(call, parts):

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ghostclip.errors import LossShapeError, RowsMovedError, UnsupportedModelError
 from ghostclip.graph import measuring
 from ghostclip.graph.alarm import rings
-from ghostclip.graph.measuring import Batch, Measured
-from ghostclip.graph.moves import Movements, movements
+from ghostclip.graph.measuring import Batch, Measured, may_move, movements_of, rows_of
+from ghostclip.graph.moves import Movements
 from ghostclip.graph.nodes import Edge, inputs_of
 from ghostclip.graph.overwritten import FindForward
 from ghostclip.graph.owners import spreads
@@ -46,7 +46,7 @@ MOVED = (
 )
 FAINT = (
     "some float16 gradients are too small beside the batch's largest (2**-16 of it) to be told whose they are, and "
-    "this model may move rows; nothing was clipped. Use bfloat16 or float32 (float16 losses: give loss_scale=1024.0)"
+    "this model may move rows; nothing was clipped. Use bfloat16 or float32"
 )
 SPREAD = (
     "examples of this batch are not finite, and an operation of the model gives NaN of one to others (0 * NaN is NaN, "
@@ -176,6 +176,9 @@ class Layouts:
             layout = _measured(structure, Batch(losses, uses, names, forward, indices, self.keep_resident), hold)
             if structure.layout is None:
                 self._look_for_spreading(losses, uses, layout)
+            if layout.drops_odd:
+                attempts = range((len(losses) - 1).bit_length())
+                self._spreads |= any(spreads(losses, layout.rows, uses.weights_alone, each) for each in attempts)
             if layout.drops_odd and self._spreads:
                 raise UnsupportedModelError(SPREAD)
             return layout
@@ -279,22 +282,28 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
         structure.layout = structure.shared = None
         structure.always = True
         raise
-    rows: dict[Subject, Rows] = {}
-    for call in uses.calls:
-        own = found.owned[call]
-        if own.zero or own.rows is None:
-            rows[call] = of_nobody(call, call.batch_dim, examples)
-        else:
-            rows[call] = own.rows if known else own.surely
+    doubtful = [] if known else found.seen(uses.calls)
+    if (faint := [each for each in doubtful if each.faint]) and may_move(batch, faint):
+        raise UnsupportedModelError(FAINT)
+    rows: dict[Subject, Rows] = {call: rows_of(call, found.owned[call], known, batch) for call in uses.calls}
     for boundary in () if known or found.region is None else found.region.boundaries:
         boundary.rows = found.owned[boundary.edge].surely
-    doubtful = [] if known else found.seen(uses.calls)
-    if any(each.faint for each in doubtful):
-        raise UnsupportedModelError(FAINT)
     return row_layout(
         uses, rows, found.region, examples, stored=structure.layout is not None, measured=True,
         gradients=found.gradients, drops_odd=any(each.odd for each in doubtful),
     )  # fmt: skip
+
+
+def _holds(known: _Layout, batch: Batch, found: Measured) -> bool:
+    """Whether a batch that doesn't prove a layout by itself has the one that earlier batches proved."""
+    uses, examples = batch.uses, len(batch.losses)
+    if uses.hooked or batch.indices or examples >= 2 * known.largest or not known.fits(uses, examples):
+        return False
+    for call, rows in zip(uses.calls, known.rows, strict=True):
+        own = found.owned[call]
+        if rows is None or not (own.zero or (own.is_regular and own.rows == rows)):
+            return False
+    return found.region is None and not known.movements.moved(uses, examples)
 
 
 def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: bool) -> None:
@@ -306,6 +315,8 @@ def _remember(structure: _Structure, batch: Batch, found: Measured, may_store: b
     before, structure.layout = structure.layout, None
     if may_store:
         structure.layout = _proven(batch, found, 0 if before is None else before.largest)
+        if structure.layout is None and before is not None and _holds(before, batch, found):
+            structure.layout = before
         structure.unsettled = structure.layout is None
         structure.always |= not all(each.is_regular for each in found.seen(uses.calls))
 
@@ -321,7 +332,7 @@ def _proven(batch: Batch, found: Measured, largest: int) -> _Layout | None:
         return None
     at = {subject: each for subject, each in owned.items() if not isinstance(subject, LayerCall)}
     at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
-    moves = movements(uses, at, examples, () if region is None else region.shared)
+    moves = movements_of(batch, found)
     unseen = any(owned[call].zero for call in found.shared_calls) or not (region is None or region.shown)
     if unseen or moves is None or moves.moved(uses, examples):
         return None

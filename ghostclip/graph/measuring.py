@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.errors import GhostClipError, LossShapeError, UnsupportedModelError
+from ghostclip.graph.moves import Movements, movements
 from ghostclip.graph.nodes import Edge
 from ghostclip.graph.overwritten import FindForward, check_shared, computed
 from ghostclip.graph.owners import Gradients, owners
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
-from ghostclip.graph.rows import Owned, Subject
+from ghostclip.graph.row_layout import of_nobody
+from ghostclip.graph.rows import Owned, Rows, Subject
 from ghostclip.graph.shared.known import KnownShared
 from ghostclip.graph.shared.search import (
     Doubt,
@@ -39,7 +41,7 @@ from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex
 
-__all__ = ["Batch", "Measured", "measure_all", "measure_boundaries"]
+__all__ = ["Batch", "Measured", "may_move", "measure_all", "measure_boundaries", "movements_of", "rows_of"]
 
 
 @dataclass(frozen=True)
@@ -205,3 +207,43 @@ def _shared_by_all(
                 raise unread_error(call, batch.names.layer(call)) from error
             raise
     return None
+
+
+def rows_of(call: LayerCall, own: Owned, known: bool, batch: Batch) -> Rows:
+    """How the rows of a use belong to the examples, where the layout is ``known`` or not."""
+    zero = own.zero or own.rows is None
+    if call.layer.adds_beside and own.rows is not None:
+        if not (known or zero) and own.blank:
+            raise UnsupportedModelError(
+                f"{batch.names.layer(call)}: gates of this LSTM with proj_size have gradients of zero, so that this "
+                "batch doesn't show whose its projection's rows are; nothing was clipped. Leave proj_size out, and put "
+                "a Linear layer behind it",
+                name=batch.names.layer(call), place=call,
+            )  # fmt: skip
+        return own.rows if zero or known else own.surely
+    if zero:
+        return of_nobody(call, call.batch_dim, len(batch.losses))
+    assert own.rows is not None
+    return own.rows if known else own.surely
+
+
+def may_move(batch: Batch, faint: Sequence[Owned]) -> bool:
+    """Whether ``faint`` rows may be other examples' than those of their places: an operation may move rows by values.
+
+    A hook of the user's hides what operations do; its batches are laid out by place, as all are measured.
+    """
+    if not all(each.is_regular for each in faint):
+        return True
+    if batch.uses.hooked:
+        return False
+    found, examples = measure_all(batch, every_tensor=True, hold=False), len(batch.losses)
+    moves = movements_of(batch, found)
+    return moves is None or moves.moved(batch.uses, examples)
+
+
+def movements_of(batch: Batch, found: Measured) -> Movements | None:
+    """The operations to look at in batches like this one, of which all tensors were measured."""
+    uses, owned, region = batch.uses, found.owned, found.region
+    at = {subject: each for subject, each in owned.items() if not isinstance(subject, LayerCall)}
+    at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
+    return movements(uses, at, len(batch.losses), () if region is None else region.shared)

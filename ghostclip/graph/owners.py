@@ -85,7 +85,7 @@ def owners(
     sizes = None if half else _sizes(sized, plain, examples)
     marks = scheme.drawn_apart(losses, sizes)
     seen, finite = _stacked([backward(each) for each in marks]), losses.detach().isfinite()
-    measured = _Measured(scheme, dims, plain, marks, seen, examples, None if bool(finite.all()) else finite)
+    measured = _Measured(scheme, dims, plain, marks, seen, examples, None if bool(finite.all()) else finite, first)
     found = measured.in_order(indices)
     if None in found.values():
         again = scheme.drawn(losses, sizes)[None]
@@ -192,9 +192,12 @@ def _overflows(first: Found, plain: Found) -> bool:
     return any(bool((each[0].isfinite() & ~plain[key][0].isfinite()).any()) for key, each in first.items())
 
 
-def _dims_of(found: Sequence[Owned]) -> tuple[int, ...]:
-    """The dimensions that several findings say the examples are in; () where all say the same."""
-    dims = sorted({each.rows.dim for each in found if each.rows is not None})
+def _dims_of(found: Sequence[Owned], most: int) -> tuple[int, ...]:
+    """The dimensions in which as many examples as in any are shown; () where that is one.
+
+    Where one example is far larger than all others, rows of a wrong dimension may all look like its own.
+    """
+    dims = sorted({each.rows.dim for each in found if each.rows is not None and each.examples == most > 0})
     return tuple(dims) if len(dims) > 1 else ()
 
 
@@ -216,6 +219,7 @@ class _Measured:
         seen: numbers in these.
         examples: B.
         finite: [B], whose loss is; None where all are.
+        first: numbers in a backward from ones, in float16; {} else.
     """
 
     scheme: MarkScheme
@@ -225,6 +229,7 @@ class _Measured:
     seen: Found
     examples: int
     finite: Tensor | None
+    first: Found
 
     def add(self, marks: Tensor, seen: Found) -> None:
         """Adds marked backwards."""
@@ -284,7 +289,7 @@ class _Measured:
         found = [each for each in fitting if each.examples]  # where none is finite, any marks fit
         said = [each for each in found if not each.is_regular]
         best = said[0] if said else max(found, key=lambda each: each.examples, default=None)
-        return best and replace(best, ambiguous=len(found) > 1, crossed=_dims_of(found))
+        return best and replace(best, ambiguous=len(found) > 1, crossed=_dims_of(found, best.examples))
 
     def _candidates(self, subject: Subject, indices: Sequence[RowIndex]) -> Iterator[Rows]:
         """What a subject's rows may be."""
@@ -298,7 +303,7 @@ class _Measured:
         found = [self._one_by_one(subject, dim) for dim in self.dims[subject]]
         fitting = [each for each in found if each is not None]
         best = max(fitting, key=lambda each: each.examples, default=Owned(None))
-        best = replace(best, crossed=_dims_of([each for each in fitting if each.examples]))
+        best = replace(best, crossed=_dims_of(fitting, best.examples))
         # Where no row is finite, all are taken to be in order, if they can be: each example has what isn't finite.
         if not best.unread:
             return best
@@ -312,14 +317,18 @@ class _Measured:
         A row that was shown beside them to be its place's example's is so. A hidden one need not be: an expert that is
         sent the tokens [1, 1, 2, 3] of four examples has the rows of four in order, but for the first one.
         """
+        if own.zero and any(bool(self.first[subject, dim][0].any()) for dim in self.dims[subject] if self.first):
+            return replace(own, zero=False, faint=True)
         if own.rows is None or own.zero or own.whole:
             return own
         base, seen = self.plain[subject, own.rows.dim], self.seen[subject, own.rows.dim]
         owner = own.rows.owners(base.shape[-1], self.examples, self.marks.device)
         clear = compared(base, seen, self.marks[:, owner], self.scheme).clear.all(0)
         hidden = base[0, ~clear]
-        faint = self.scheme.floor is not None and bool((hidden.isfinite() & (hidden > 0)).any())
-        return replace(own, shown_rows=clear, faint=faint, odd=not bool(hidden.isfinite().all()))
+        first = self.first[subject, own.rows.dim][0, ~clear] if self.first else None
+        faint = first is not None and bool((hidden.isfinite() & (first > 0)).any())
+        finite = hidden.isfinite()
+        return replace(own, shown_rows=clear, faint=faint, odd=not bool(finite.all()), blank=bool(finite.any()))
 
     def touched(self, subject: Subject, own: Owned, start: Tensor, now: Found) -> bool:
         """Whether what was done to some examples changed rows of others.

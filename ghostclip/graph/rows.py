@@ -14,7 +14,7 @@ from ghostclip.graph.nodes import Edge
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["Owned", "Rows", "Subject", "crossed_error", "rows_in_order", "same_order", "where_shown"]
+__all__ = ["Owned", "Rows", "Subject", "crossed_error", "rows_in_order", "same_order", "shows_all"]
 
 # A layer's use, by the gradient at its pre-activation; or a tensor of the graph.
 Subject = LayerCall | Edge
@@ -30,12 +30,14 @@ class Rows:
             example, and an index for any other order.
         used: [rows] bool, False for those that are nobody's, whatever they hold; None where all are somebody's.
         crossed: dimensions, several, that may as well be the one with the examples; () where none but ``dim`` may.
+        of_one: whether all rows that were shown are one example's, along any of these.
     """
 
     dim: int
     order: RowOrder
     used: Tensor | None = field(default=None, compare=False)
     crossed: tuple[int, ...] = ()
+    of_one: bool = False
 
     def count(self, size: int, examples: int) -> int:
         """Rows of each example; an index says by itself."""
@@ -63,6 +65,7 @@ class Owned:
         shown_rows: which rows were, [rows] bool; None where all were, or none since all are zero.
         faint: others are small beside the largest gradient of the batch, not zero (in float16).
         odd: others aren't finite.
+        blank: others are zero or tiny.
     """
 
     rows: Rows | None
@@ -75,6 +78,7 @@ class Owned:
     shown_rows: Tensor | None = None
     faint: bool = False
     odd: bool = False
+    blank: bool = False
 
     @property
     def dim(self) -> int | None:
@@ -116,7 +120,7 @@ class Owned:
         """``rows``, which must be there, without those that were not shown: these are nobody's."""
         assert self.rows is not None
         used = self.shown_rows if self.is_regular else None  # an index has them
-        return replace(self.rows, used=used, crossed=self.crossed)
+        return replace(self.rows, used=used, crossed=self.crossed, of_one=self.is_of_one)
 
     @property
     def is_shared(self) -> bool:
@@ -131,26 +135,31 @@ def rows_in_order(size: int, examples: int) -> list[str]:
     return ["example", "row"] if size > examples else ["example"]
 
 
-def where_shown(grad: Tensor, dims: Sequence[int]) -> Tensor:
-    """A gradient with zeros in the positions along ``dims`` that don't show in both of their rows.
+def shows_all(grad: Tensor, rows: Rows, inputs: Sequence[Tensor] = ()) -> bool:
+    """Whether all of a gradient but zeros shows in its ``crossed`` rows, and no zero meets inputs that aren't finite.
 
     Rows of [T, B, d] may fit dimension 0 and dimension 1 where each example has a gradient at one of the times. Such an
-    entry is of the same example either way. Another one, zero or below 2 ** -20 of its row, may be another's.
+    entry is of the same example either way. Another one, below 2 ** -20 of its row, may be another's.
     """
+    if not all(bool(each.isfinite().all()) for each in inputs):
+        return False
+    if rows.of_one:
+        return True
+    dims = rows.crossed
     rest = [dim for dim in range(grad.dim()) if dim not in dims]
     size = grad.abs().amax(rest, keepdim=True) if rest else grad.abs()
     shown = torch.ones_like(size, dtype=torch.bool)
     for dim in dims:
         largest = size.nan_to_num(0, 0).amax([each for each in range(grad.dim()) if each != dim], keepdim=True)
         shown &= size > 2.0**-20 * largest
-    return torch.where(shown, grad, grad.new_zeros(()))
+    return bool((shown | (size == 0)).all())
 
 
 def crossed_error(place: Any, name: str) -> UnsupportedModelError:
-    """The error about numbers that aren't finite, in positions of which it can't be told whose they are."""
+    """The error about numbers in positions of which it can't be told whose they are."""
     return UnsupportedModelError(
-        f"{name}: this batch doesn't show which of several dimensions has the examples, and so whose a number is "
-        "that is not finite; nothing was clipped. Look for what is not finite in the data, or take larger batches",
+        f"{name}: this batch doesn't show which of several dimensions has the examples, and so whose some numbers are "
+        "that are not finite, or far below others; nothing was clipped. Look for what isn't, or take larger batches",
         name=name if isinstance(place, LayerCall) else "", place=place,
     )  # fmt: skip
 

@@ -227,6 +227,11 @@ class GhostLayer(torch.nn.Module):
         """
         return None
 
+    @property
+    def adds_beside(self) -> bool:
+        """Whether some parameter's gradient needn't be zero where that at the pre-activation is."""
+        return False
+
     @classmethod
     def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
         """The names of the module's own parameters that the rule knows."""

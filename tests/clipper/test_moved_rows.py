@@ -21,7 +21,7 @@ EXAMPLES, WIDTH, FAINT = 64, 5, 1e-30
 
 @pytest.fixture(autouse=True)
 def nothing_is_said_to_move(monkeypatch):
-    monkeypatch.setattr(layouts, "movements", lambda *_: Movements())
+    monkeypatch.setattr(measuring, "movements", lambda *_: Movements())
     monkeypatch.setattr(layouts, "WATCHED", 1)
     monkeypatch.setattr(marks, "_dice", torch.Generator("cpu").manual_seed(1))
 

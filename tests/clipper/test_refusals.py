@@ -62,6 +62,7 @@ ELSEWHERE = (
     "an example whose loss or gradient is not finite spoils the gradients of others",
     "some float16 gradients are too small beside the batch's largest",
     "{}: this batch doesn't show which of several dimensions",
+    "{}: gates of this LSTM with proj_size have gradients of zero",
     "{}: this batch doesn't show which example's gradient is not finite",
     "{} computes a feature in another precision",
     "load the model with BitsAndBytesConfig",

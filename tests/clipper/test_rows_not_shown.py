@@ -192,3 +192,43 @@ def test_small_float16_gradients_that_may_be_anybodys_are_refused(owners):
     losses = torch.zeros(4).index_add(0, torch.tensor(owners), in_float16(model)) * SCALES
     with pytest.raises(UnsupportedModelError, match="float16 gradients are too small beside the batch's largest"):
         clipper.norms(losses)
+
+
+@pytest.mark.parametrize("far", [0, 3])
+@pytest.mark.parametrize("times", [3, 5, 8])
+def test_a_far_larger_example_makes_no_dimension_its_own(times, far):
+    """Along the dimension of time, too, all rows look like its own then; those of the others stay theirs."""
+    torch.manual_seed(0)
+    model, texts, factors = nn.Linear(3, 4), torch.randn(8, times, 3), torch.ones(8)
+    clipper = GhostClipper(model)
+    whole = clipper.norms(model(texts).flip(0).square().flatten(1).sum(1))
+    factors[far] = 1e8
+    for _ in range(3):
+        losses = model(texts).flip(0).square().flatten(1).sum(1) * factors
+        torch.testing.assert_close(clipper.norms(losses), whole * factors, rtol=1e-4, atol=0)
+
+
+def test_a_layout_that_was_proven_holds_where_a_batch_shows_one_float16_example():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    clipper, factors = GhostClipper(model), torch.ones(8)
+    for batch in range(1, 9):
+        factors[1:] = 1e-5 if batch in (4, 8) else 1.0  # these are measured
+        x = torch.randn(8, 3)
+        with torch.autocast("cpu", torch.float16):
+            losses = model(x).float().square().sum(1) * factors
+        found = clipper.backward(losses).norms
+        expected = GhostClipper(model).norms(model(x).square().sum(1) * factors)
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=1e-7)
+        model.zero_grad()
+
+
+def test_an_lstm_with_a_projection_is_refused_where_gates_are_saturated_and_rows_in_no_order():
+    """What its projection adds doesn't pass through the gates: by rows that these show it would be lost."""
+    torch.manual_seed(0)
+    model, owners, tokens = nn.LSTM(3, 5, proj_size=2), torch.tensor([1, 0, 3, 2, 2]), torch.randn(3, 5, 3)
+    for parameter in model.parameters():
+        parameter.data.abs_()
+    clipper = GhostClipper(model)
+    tokens[:, 0] = 1e4
+    with pytest.raises(UnsupportedModelError, match="LSTM with proj_size have gradients of zero"):
+        clipper.norms(torch.zeros(4).index_add(0, owners, model(tokens)[0].sum((0, 2))))

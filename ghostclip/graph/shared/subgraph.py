@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import Edge, inputs_first, shape_of
 from ghostclip.graph.reader import without_hooks
-from ghostclip.graph.rows import crossed_error, where_shown
+from ghostclip.graph.rows import crossed_error, shows_all
 from ghostclip.graph.shared.boundary import BroadcastBoundary, Target
 from ghostclip.graph.shared.closed_forms import terms_at
 from ghostclip.graph.shared.computed import of_parameters
@@ -106,13 +106,12 @@ class SharedSubgraph:
             losses: [B].
             sink, wanted: as in a first pass.
         """
-        for place, (boundary, grad) in enumerate(zip(self.boundaries, grads, strict=True)):
+        for boundary, grad in zip(self.boundaries, grads, strict=True):
             if self.watch is not None and grad is not None:
                 self.watch(boundary.edge, grad)
-            if boundary.rows.crossed and grad is not None:
-                if not_finite(boundary.node):
-                    raise crossed_error(boundary.node, f"what {boundary.node.name()} gives")
-                grads[place] = where_shown(grad, boundary.rows.crossed)
+            rows = boundary.rows
+            if grad is not None and rows.crossed and (not_finite(boundary.node) or not shows_all(grad, rows)):
+                raise crossed_error(boundary.node, f"what {boundary.node.name()} gives")
         grad = None  # the list alone holds gradients, and is emptied
         if wanted is not None and not any(use in wanted for use in self.uses):
             return

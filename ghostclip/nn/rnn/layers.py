@@ -55,6 +55,11 @@ class _Recurrent(GhostLayer):
     check_forward_args: Callable[..., None]
     permute_hidden: Callable[..., Any]
 
+    @property
+    def adds_beside(self) -> bool:
+        """An LSTM's projection comes after its gates."""
+        return bool(self.proj_size)
+
     def forward(self, input: Any, hx: Any = None) -> Any:
         """As torch's, padded or packed; raises UnsupportedModelError for an input without a batch dimension."""
         if not is_capturing() or not any(parameter.requires_grad for parameter in self.parameters(recurse=False)):
