@@ -24,7 +24,7 @@ import logging
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from ghostclip import GhostClipper
 from ghostclip.bench.machine import commit, describe, in_words
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph import layouts
+from ghostclip.graph import layouts, measuring
 from ghostclip.graph.alarm import ALARM, CERTAIN, LARGE, SUSPICIOUS, figures, rings
 from ghostclip.graph.moves import Movements
 
@@ -110,9 +110,11 @@ class Setting(NamedTuple):
     marks_alone: bool = False
 
 
-def without_rules() -> AbstractContextManager[Any]:
+@contextmanager
+def without_rules() -> Iterator[None]:
     """Inside, no operation is said to move examples, and marks watch every batch that isn't measured."""
-    return mock.patch.multiple(layouts, movements=lambda *_: Movements(), WATCHED=1)
+    with mock.patch.object(measuring, "movements", return_value=Movements()), mock.patch.object(layouts, "WATCHED", 1):
+        yield
 
 
 def refused_in(setting: Setting, seed: int) -> int | None:

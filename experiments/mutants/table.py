@@ -3498,7 +3498,7 @@ BY_MARKS = [
     Mutant(
         "float16 rows that are small beside others are dropped",
         STORED,
-        "and may_move(batch, faint):",
+        "and may_move(batch, too_small):",
         "and False:",
         NOT_SHOWN,
     ),

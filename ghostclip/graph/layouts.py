@@ -44,7 +44,7 @@ MOVED = (
     "in this batch one example's loss depends on rows of others, so examples mix, or rows lie in another order than in "
     "earlier batches of its kind; nothing was clipped. Compute each loss from its own example"
 )
-FAINT = (
+TOO_SMALL = (
     "some float16 gradients are too small beside the batch's largest (2**-16 of it) to be told whose they are, and "
     "this model may move rows; nothing was clipped. Use bfloat16 or float32"
 )
@@ -283,8 +283,8 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
         structure.always = True
         raise
     doubtful = [] if known else found.seen(uses.calls)
-    if (faint := [each for each in doubtful if each.faint]) and may_move(batch, faint):
-        raise UnsupportedModelError(FAINT)
+    if (too_small := [each for each in doubtful if each.too_small]) and may_move(batch, too_small):
+        raise UnsupportedModelError(TOO_SMALL)
     rows: dict[Subject, Rows] = {call: rows_of(call, found.owned[call], known, batch) for call in uses.calls}
     for boundary in () if known or found.region is None else found.region.boundaries:
         boundary.rows = found.owned[boundary.edge].surely

@@ -227,12 +227,12 @@ def rows_of(call: LayerCall, own: Owned, known: bool, batch: Batch) -> Rows:
     return own.rows if known else own.surely
 
 
-def may_move(batch: Batch, faint: Sequence[Owned]) -> bool:
-    """Whether ``faint`` rows may be other examples' than those of their places: an operation may move rows by values.
+def may_move(batch: Batch, too_small: Sequence[Owned]) -> bool:
+    """Whether rows that are ``too_small`` may be others' than the examples of their places: an operation may move rows.
 
     A hook of the user's hides what operations do; its batches are laid out by place, as all are measured.
     """
-    if not all(each.is_regular for each in faint):
+    if not all(each.is_regular for each in too_small):
         return True
     if batch.uses.hooked:
         return False

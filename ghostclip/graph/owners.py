@@ -318,7 +318,7 @@ class _Measured:
         sent the tokens [1, 1, 2, 3] of four examples has the rows of four in order, but for the first one.
         """
         if own.zero and any(bool(self.first[subject, dim][0].any()) for dim in self.dims[subject] if self.first):
-            return replace(own, zero=False, faint=True)
+            return replace(own, zero=False, too_small=True)
         if own.rows is None or own.zero or own.whole:
             return own
         base, seen = self.plain[subject, own.rows.dim], self.seen[subject, own.rows.dim]
@@ -326,9 +326,9 @@ class _Measured:
         clear = compared(base, seen, self.marks[:, owner], self.scheme).clear.all(0)
         hidden = base[0, ~clear]
         first = self.first[subject, own.rows.dim][0, ~clear] if self.first else None
-        faint = first is not None and bool((hidden.isfinite() & (first > 0)).any())
+        too_small = first is not None and bool((hidden.isfinite() & (first > 0)).any())
         finite = hidden.isfinite()
-        return replace(own, shown_rows=clear, faint=faint, odd=not bool(finite.all()), blank=bool(finite.any()))
+        return replace(own, shown_rows=clear, too_small=too_small, odd=not bool(finite.all()), blank=bool(finite.any()))
 
     def touched(self, subject: Subject, own: Owned, start: Tensor, now: Found) -> bool:
         """Whether what was done to some examples changed rows of others.

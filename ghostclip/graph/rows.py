@@ -63,7 +63,7 @@ class Owned:
         crossed: the dimensions that they fit, where these are several.
         whole: every row was shown.
         shown_rows: which rows were, [rows] bool; None where all were, or none since all are zero.
-        faint: others are small beside the largest gradient of the batch, not zero (in float16).
+        too_small: others are small beside the largest gradient of the batch, not zero (in float16).
         odd: others aren't finite.
         blank: others are zero or tiny.
     """
@@ -76,7 +76,7 @@ class Owned:
     crossed: tuple[int, ...] = ()
     whole: bool = False
     shown_rows: Tensor | None = None
-    faint: bool = False
+    too_small: bool = False
     odd: bool = False
     blank: bool = False
 
