@@ -3246,8 +3246,8 @@ BY_MARKS = [
     Mutant(
         "tensors without a gradient are not watched",
         STORED,
-        "        [(uses.places[node], number) for node, number in _silent_edges(batch.losses, uses, at)],\n",
-        "        [],\n",
+        "for node, number in _silent_edges(batch.losses, uses, found.at_edges(uses))],",
+        "for node, number in ()],",
         (*MOVED_ROWS, "zeros"),
     ),
     Mutant(

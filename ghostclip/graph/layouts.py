@@ -6,12 +6,15 @@ values; when a hook was registered since the forward; and when something shows u
 found is stored, from the 2nd batch on, only where it is regular (every example has as many rows, in order), was shown
 by rows of two examples, which fit no other order, and no operation moved rows. Any other structure is measured in every
 batch.
+
+Rows of which a batch doesn't show whose they are (zero, tiny, not finite) count by their places where a layout is
+stored, or would be. Elsewhere they are nobody's, as are those of a layer whose whole gradient is zero: they become
+zeros, lest 0 * inf of one example be another's NaN.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +38,6 @@ from ghostclip.graph.rows import Owned, Rows, Subject
 from ghostclip.graph.shared.known import KnownShared
 from ghostclip.graph.shared.search import region_up_to_losses
 from ghostclip.native.custom_ops import is_traced
-from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex
 
 __all__ = ["MOVED", "Layouts", "RowLayout"]
@@ -53,8 +55,6 @@ SPREAD = (
     "as where a mask keeps packed texts apart), so that one may leave out the others; nothing was clipped. Look for "
     "inputs that are not finite, or pad the examples in place of packing them"
 )
-# Whether rows were not shown.
-HIDES = operator.attrgetter("is_partly_shown")
 # Every so many batches of a structure are measured, and so many where gradients are float16.
 EVERY, EVERY_HALF = 128, 16
 # Of batches that aren't measured one in so many, at random, is watched by marks, which takes half a step of a small
@@ -176,9 +176,6 @@ class Layouts:
             layout = _measured(structure, Batch(losses, uses, names, forward, indices, self.keep_resident), hold)
             if structure.layout is None:
                 self._look_for_spreading(losses, uses, layout)
-            if layout.drops_odd:
-                attempts = range((len(losses) - 1).bit_length())
-                self._spreads |= any(spreads(losses, layout.rows, uses.weights_alone, each) for each in attempts)
             if layout.drops_odd and self._spreads:
                 raise UnsupportedModelError(SPREAD)
             return layout
@@ -274,7 +271,7 @@ def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
             found = measuring.measure_all(batch, every_tensor=may_store, hold=hold)
             _remember(structure, batch, found, may_store)
         known, tried = structure.layout is not None, may_store or structure.unsettled or structure.always
-        if not (known or tried or uses.hooked) and any(map(HIDES, found.seen(uses.calls))):
+        if not (known or tried or uses.hooked) and any(each.is_partly_shown for each in found.seen(uses.calls)):
             found = measuring.measure_all(batch, every_tensor=True, hold=False)
             known = _proven(batch, found, examples) is not None
         check_calls(uses, found.owned, found.shared_calls, batch.indices, batch.names)
@@ -330,8 +327,6 @@ def _proven(batch: Batch, found: Measured, largest: int) -> _Layout | None:
     seen = found.seen(uses.calls)
     if not all(each.is_regular for each in seen):
         return None
-    at = {subject: each for subject, each in owned.items() if not isinstance(subject, LayerCall)}
-    at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
     moves = movements_of(batch, found)
     unseen = any(owned[call].zero for call in found.shared_calls) or not (region is None or region.shown)
     if unseen or moves is None or moves.moved(uses, examples):
@@ -346,7 +341,7 @@ def _proven(batch: Batch, found: Measured, largest: int) -> _Layout | None:
         rows,
         [each is not None and call.shape[each.dim] == examples for call, each in zip(uses.calls, rows, strict=True)],
         [number for number, call in enumerate(uses.calls) if owned[call].zero],
-        [(uses.places[node], number) for node, number in _silent_edges(batch.losses, uses, at)],
+        [(uses.places[node], number) for node, number in _silent_edges(batch.losses, uses, found.at_edges(uses))],
         KnownShared.of(uses, owned, region),
         [] if region is None else [boundary.rows for boundary in region.boundaries],
         moves,

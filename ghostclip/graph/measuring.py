@@ -89,6 +89,11 @@ class Measured:
         subjects: list[Subject] = [*calls, *(boundary.edge for boundary in boundaries)]
         return [self.owned[each] for each in subjects if not (self.owned[each].zero or each in self.shared_calls)]
 
+    def at_edges(self, uses: Uses) -> dict[Edge, Owned]:
+        """``owned`` by tensors of the graph alone: a layer's output is (its node, 0)."""
+        found = {subject: each for subject, each in self.owned.items() if not isinstance(subject, LayerCall)}
+        return found | {(uses.capturing[call], 0): self.owned[call] for call in uses.calls}
+
     @property
     def shared_calls(self) -> set[LayerCall]:
         """Uses of layers that all examples share."""
@@ -243,7 +248,5 @@ def may_move(batch: Batch, too_small: Sequence[Owned]) -> bool:
 
 def movements_of(batch: Batch, found: Measured) -> Movements | None:
     """The operations to look at in batches like this one, of which all tensors were measured."""
-    uses, owned, region = batch.uses, found.owned, found.region
-    at = {subject: each for subject, each in owned.items() if not isinstance(subject, LayerCall)}
-    at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
-    return movements(uses, at, len(batch.losses), () if region is None else region.shared)
+    shared = () if found.region is None else found.region.shared
+    return movements(batch.uses, found.at_edges(batch.uses), len(batch.losses), shared)

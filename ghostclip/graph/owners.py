@@ -304,7 +304,7 @@ class _Measured:
         fitting = [each for each in found if each is not None]
         best = max(fitting, key=lambda each: each.examples, default=Owned(None))
         best = replace(best, crossed=_dims_of(fitting, best.examples))
-        # Where no row is finite, all are taken to be in order, if they can be: each example has what isn't finite.
+        # Where no row could be read, all are in order, if they can be; `with_hidden` notes that none was shown.
         if not best.unread:
             return best
         candidates = ((subject, rows) for rows in self._candidates(subject, ()))

@@ -158,8 +158,8 @@ def shows_all(grad: Tensor, rows: Rows, inputs: Sequence[Tensor] = ()) -> bool:
 def crossed_error(place: Any, name: str) -> UnsupportedModelError:
     """The error about numbers in positions of which it can't be told whose they are."""
     return UnsupportedModelError(
-        f"{name}: this batch doesn't show which of several dimensions has the examples, and so whose some numbers are "
-        "that are not finite, or far below others; nothing was clipped. Look for what isn't, or take larger batches",
+        f"{name}: this batch doesn't show which of several dimensions has the examples, nor whose the numbers are "
+        "that are not finite, or far below others; nothing was clipped. Look for such numbers, or take larger batches",
         name=name if isinstance(place, LayerCall) else "", place=place,
     )  # fmt: skip
 

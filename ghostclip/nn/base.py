@@ -104,7 +104,7 @@ class LayerCall:
         self.dtype, self.device = preactivation.dtype, preactivation.device
         self.nbytes = preactivation.numel() * preactivation.element_size()  # of any size, as torch.compile traces it
         self.sources = [(t.grad_fn or t, t.output_nr) for t in inputs if t.requires_grad]
-        self.has_saved_tensor_hooks = _top_hooks is None or _top_hooks(False) is not None
+        self.has_saved_tensor_hooks = has_saved_tensor_hooks()
         self.registered = RemovableHandle.next_id
         self.sink: Sink | None = None
         self.ends = False

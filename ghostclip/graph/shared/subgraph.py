@@ -182,12 +182,12 @@ def _refuse_spread(losses: Tensor, found: Iterable[PerExampleGrads], is_pulled: 
     if is_traced():
         return
     finite = losses.isfinite()
-    all_are = bool(finite.all())
-    if all_are and not is_pulled:
+    most = int(bool(finite.all()))
+    if most and not is_pulled:
         return
     for term in (term for term in found if isinstance(term, Dense)):
         own = term.gradients.isfinite().reshape(term.examples, -1).all(1)
-        if len(own) == len(finite) and int((finite & ~own).sum()) > all_are:
+        if len(own) == len(finite) and int((finite & ~own).sum()) > most:
             raise UnsupportedModelError(
                 "an example whose loss or gradient is not finite spoils the gradients of others, through a parameter "
                 "that is used outside of every layer with a rule, so that it can't be left out alone; give the module "
