@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from ghostclip.clipper.gradient_guard import refuse_hooks
 from ghostclip.engine.update_check import held_parameters
@@ -51,6 +51,8 @@ def prepare_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             "LBFGS evaluates the loss several times in a step, each of which would need noise and a charge of its own; "
             "use SGD, Adam or another optimizer that takes one gradient a step"
         )
+    if isinstance(optimizer, SparseAdam):
+        raise PrivacyError("SparseAdam takes sparse gradients only, and noise makes each of them dense; use Adam")
     reshard(model)
     held = held_parameters(set(model.parameters()), optimizer)
     if not any(parameter.requires_grad for parameter in held):

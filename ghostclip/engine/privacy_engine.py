@@ -200,8 +200,8 @@ class PrivacyEngine(Refusals):
 
         Every batch, also an empty one, needs a step or ``batch.discard()`` before the next one is taken. Otherwise the
         loop raises PrivacyError, as it does where parameters moved outside of steps (see `accept_parameters`). An
-        exception discards the batch without a charge if it comes from `step`, `backward`, the optimizer's step or the
-        data loader, or if it leaves both loops.
+        exception before the charge discards the batch without one, if it comes from `step`, `backward` or the data
+        loader, or leaves both loops.
         """
         if self._loader is None:
             raise PrivacyError("this engine was detached from its optimizer; build a new PrivacyEngine")

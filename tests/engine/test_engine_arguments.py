@@ -95,6 +95,9 @@ COLUMNS = torch.zeros(24, 5), torch.zeros(24)
 NO_MODULE = r"model must be a torch\.nn\.Module; got function"
 # Calls with something that isn't what they take.
 WRONG = {
+    "SparseAdam": (
+        lambda m: built(m, torch.optim.SparseAdam(m.parameters())), PrivacyError, "SparseAdam takes sparse gradients",
+    ),
     "LBFGS": (lambda m: built(m, torch.optim.LBFGS(m.parameters())), PrivacyError, "LBFGS evaluates the loss several"),
     "parameters of another model": (
         lambda m: built(m, torch.optim.SGD([*m.parameters(), *nn.Linear(2, 7).parameters()], lr=0.1)),
