@@ -154,7 +154,7 @@ class SelfCheck:
         if losses.shape != (len(trial.rows),) or not losses.is_floating_point():
             return False
         test = MixingTest(trial, self._say)
-        if (found := test.kept() or test.mixed()) is not None:
+        if (found := test.kept() or test.read() or test.mixed()) is not None:
             path, line = f"{found.path}: " if found.path else "", f" [{found.line}]" if found.line else ""
             raise ExamplesMixError(
                 f"{path}{found.problem}{line}, so the self-check found examples that mix; {found.remedy}"

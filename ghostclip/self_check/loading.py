@@ -78,6 +78,18 @@ class LoadedRows:
             after = random_states()
         return Loaded(batch, lengths, after, drew or after != before)
 
+    def read_together(self, index: Sequence[int]) -> list[Any] | None:
+        """The examples in these places, read by one call of the data set under the seed.
+
+        None where it reads rows one by one, draws no random numbers for several, or gives them as one batch.
+        """
+        if (several := getattr(self.dataset, "__getitems__", None)) is None:
+            return None
+        with trying(), drawing_from(random_states()):
+            before = _seeded(self.seed)
+            examples = several([self.rows[place] for place in index])
+            return examples if random_states() != before and _are_single(examples, index) else None
+
     def _fetch(self, rows: list[int]) -> tuple[Any, bool]:
         """The examples, and whether random numbers were drawn for all of them together.
 

@@ -20,8 +20,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path
 
 from ghostclip.clipper.cutting import sizes_of, tensors_of
 from ghostclip.clipper.trial import HELD
@@ -46,6 +48,11 @@ OF_COMPANY = Finding(
     "losses change when their examples are loaded in another batch",
     "most often they see padding: mask it, and divide by each text's own count of tokens; else compute what the "
     "collate function or the loss takes from the batch (a mean, a count, its size) for each example alone",
+)
+OF_READING = Finding(
+    "",
+    "the data set gives another example for a row when it reads other rows with it (in __getitems__, or a transform)",
+    "let it compute nothing over several rows (a mean, a permutation, MixUp)",
 )
 OF_ORDER = "keep each user's rows in the collate function's order (enforce_sorted=False in pack_padded_sequence)"
 UNTESTED = "draws random numbers, so it isn't tested whether losses see the padding, or how many rows there are"
@@ -137,6 +144,22 @@ class MixingTest:
                 "private (a metric, for instance), so don't publish it, or keep it outside of the model"
             )
         return None
+
+    def read(self) -> Finding | None:
+        """Whether a data set that draws random numbers for several rows at once makes an example of other rows, too.
+
+        The second half of the rows is replaced; the first half, for which random numbers are drawn first, must stay.
+        Losses can't tell, since rows of such a data set are read one by one for them. Padded rows aren't compared.
+        """
+        rows, kept = self._trial.rows, len(self._trial.rows) // 2
+        others = [*range(kept), *[self._pick % max(1, kept)] * (len(rows) - kept)]
+        try:
+            read = [rows.read_together(index) for index in (self._trial.every, self._trial.every, others)]
+        except Exception as error:  # a data set need not give a row twice
+            log.info("rows of the data set are not compared: %s: %s", type(error).__name__, error)
+            return None
+        first, again, other = ([_tensors_in(row) for row in each[:kept]] if each else [] for each in read)
+        return OF_READING if not _changed(first, again) and _changed(first, other) else None
 
     def mixed(self) -> Finding | None:
         """How losses depend on other examples."""
@@ -314,6 +337,24 @@ def _by_row(batch: Any, rows: int) -> dict[str, Tensor]:
     """The tensors of a batch with a row for each example, by name; not those of lists with an entry for each."""
     found = ((name, each) for name, each in tensors_of(batch, rows) if "*" not in name and not each.is_nested)
     return {name: each for name, each in found if each.layout == torch.strided and each.shape[:1] == (rows,)}
+
+
+def _tensors_in(example: Any) -> dict[tuple[str, torch.Size], Tensor]:
+    """{(name, shape): tensor} of an example's tensors, arrays and numbers."""
+    leaves = [(str(path), leaf) for path, leaf in tree_flatten_with_path(example)[0]]
+    leaves += [(path + name, each) for path, leaf in leaves for name, each in tensors_of(leaf, 0)]
+    found = (
+        (name, leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf))
+        for name, leaf in leaves
+        if isinstance(leaf, Tensor | np.ndarray | int | float)
+    )
+    return {(name, each.shape): each for name, each in found}
+
+
+def _changed(these: Sequence[dict[Any, Tensor]], those: Sequence[dict[Any, Tensor]]) -> bool:
+    """Whether a tensor of an example is another one, of the same shape."""
+    pairs = ((one[key], other[key]) for one, other in zip(these, those, strict=False) for key in one.keys() & other)
+    return not all(same(*pair) for pair in pairs)
 
 
 def _comparable(before: Tensor, after: Tensor, in_order: bool) -> tuple[Tensor, Tensor]:
