@@ -83,13 +83,14 @@ class Adaptation:
         scale = self._scale(std, batch_size)
         self._policy.update([share / scale + 0.5 for share in released.tolist()])
 
-    def _noise_of_counts(self) -> float:
-        """The noise on counts of a batch of one over what an example moves, up to the factor that all steps share."""
-        return self._policy.count_noise_for(1) / math.sqrt(self._policy.counted)
+    def _noise_of_counts(self) -> list[float]:
+        """Noise on counts over what an example moves, for the smallest and a huge batch: some grows with the batch."""
+        return [self._policy.count_noise_for(size) / math.sqrt(self._policy.counted) for size in (1, 1 << 40)]
 
     def check(self) -> None:
         """Raises PrivacyError where counts would get less noise than steps are charged for."""
-        if self._noise_of_counts() < self._charged * (1 - 1e-9):
+        pairs = zip(self._noise_of_counts(), self._charged, strict=True)
+        if any(now < charged * (1 - 1e-9) for now, charged in pairs):
             raise PrivacyError(
                 "the counts of the clipping policy would get less noise than is charged: count_noise was changed, or "
                 "there are more groups; build a new engine"

@@ -237,6 +237,7 @@ class Spending:
         self._shared(partial(self._charge, settings))
 
     def _charge(self, settings: StepSettings) -> None:
+        accounting.note_charges(self._runs)
         if self._account is not None:
             self._account.charge(settings.event, partial(self._most, settings))
         else:

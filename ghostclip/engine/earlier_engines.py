@@ -52,7 +52,7 @@ def warn_of_earlier(engine: PrivacyEngine) -> None:
 
     Not where the new engine counts them. A search in whose ``train`` the engine was built gets to know of it.
     """
-    note_charges(engine._spending._runs)
+    note_charges(engine._spending._runs, built=True)
     last = vars(engine.model).get(MARK)
     earlier = last.engines[-1]() if isinstance(last, _Trained) else last
     vars(engine.model)[MARK] = mark = _Trained(engine, last.engines if isinstance(last, _Trained) else ())

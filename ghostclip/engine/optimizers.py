@@ -53,6 +53,8 @@ def prepare_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         )
     if isinstance(optimizer, SparseAdam):
         raise PrivacyError("SparseAdam takes sparse gradients only, and noise makes each of them dense; use Adam")
+    if meta := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+        raise ValueError(f"{meta[0]} is on the meta device, and has no values; call model.to_empty(device=...) first")
     reshard(model)
     held = held_parameters(set(model.parameters()), optimizer)
     if not any(parameter.requires_grad for parameter in held):

@@ -154,6 +154,7 @@ class PrivacyEngine(Refusals):
             Before(before, source.private),
         )  # fmt: skip
         loader.follow(plan.scheme, plan.largest, lambda: next_step_of(self), staged=schedule is not None)
+        loader.protect(source.private and plan.noise_multiplier > 0)
         scaling = LossScaling(loss_scale, optimizer)
         clipper = GhostClipper(model, clipping, second_pass=second_pass, loss_scale=scaling.factor)
         micro_batches = MicroBatches(None if memory is None else (memory, loader))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar, NoReturn
 
 from ghostclip.errors import PrivacyError
@@ -69,10 +70,14 @@ class Refusals(RefusesNames):
         raise TypeError("an engine gives no batches by itself; write `for batch in engine.batches()`")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.fixed_names and name in vars(self):
+        own = vars(self)
+        added = "_snapshots" in own and name not in own  # once it is built
+        added = added and name in {*self.refused_names, *inspect.signature(type(self)).parameters}
+        if added or (name in self.fixed_names and name in own):
             raise AttributeError(
-                f"{name} of a PrivacyEngine can't be changed: noise and charges are made for what it was built with; "
-                "call detach() and build a new engine, with the same ledger=... so that both count"
+                f"{name} of a PrivacyEngine can't be {'set' if added else 'changed'}: noise and charges are made for "
+                "what it was built with; call detach() and build a new engine, with the same ledger=... so that both "
+                "count"
             )
         super().__setattr__(name, value)
 

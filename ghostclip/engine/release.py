@@ -297,6 +297,7 @@ class Release:
             self.ranks.report_failure(failure)
         if self.state is BatchState.CHARGED:
             self._end(BatchState.CHARGED)
+            self.updates.accept()  # nothing moved
             self.sums.drop_gradients()
             self.sums.discard()
 

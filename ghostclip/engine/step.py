@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class LogicalStep:
         self._self_check = self.self_check = release.self_check = SelfCheck(self._clipper, self._optimizer, self_check)
         policy = self._clipper.clipping
         self._weighing = Weighing(policy) if may_weigh_jointly(policy) else None
+        self._used: Callable[[], Tensor | None] = lambda: None  # the losses that `backward` got last
         # As a `BatchOwner`.
         self.ready, self.begin = release.ready, release.begin
 
@@ -137,15 +139,22 @@ class LogicalStep:
         """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
         try:
             piece = self._turn(None, batch_index)
+            if losses is self._used():
+                raise PrivacyError(
+                    "engine.backward() got the losses of the physical batch before again, so their examples would "
+                    "take part twice; compute them from the examples that were handed out last"
+                )
             self.micro_batches.check_found("engine.backward()")
             self._self_check.cannot_compare()
-            losses = self._scaling.unscaled(losses)
+            unscaled = self._scaling.unscaled(losses)
             try:
-                return self._accumulate(losses, piece, retain_graph)
+                result = self._accumulate(unscaled, piece, retain_graph)
             except RowsMovedError as error:
                 if not error.graph_stays:
                     raise
-            return self._accumulate(losses, piece, retain_graph)
+                result = self._accumulate(unscaled, piece, retain_graph)
+            self._used = weakref.ref(losses)
+            return result
         except BaseException as failure:
             self.release.failed(failure)
             raise

@@ -23,6 +23,7 @@ from ghostclip.sampling.loading import (
     loaders_batch_size,
     rows_digest,
     say_sampler_is_replaced,
+    seed_anew,
     size_of,
     warn_of_repeated_rows,
 )
@@ -131,7 +132,7 @@ class LogicalBatches:
         self._draws: Draws | None = None
         self.loop: Callable[[], _Loop | None] = lambda: None
         self._process = os.getpid()
-        self._epoch, self._taken, self._staged = 0, 0, False
+        self._epoch, self._taken, self._staged, self._protected = 0, 0, False, False
         if given is not None:
             say_sampler_is_replaced(given, self.scheme.words)
         if self._users is None:
@@ -199,6 +200,12 @@ class LogicalBatches:
         """
         self._scheme_at, self._largest, self._step_number, self._staged = scheme_at, largest, step_number, staged
 
+    def protect(self, private: bool) -> None:
+        """Has each loop begin with random numbers that nobody can repeat: dropout's, a data loader's workers'."""
+        if private:
+            self._protected, self._open = True, partial(self._open, generator=None)
+            self._loader = self._open()
+
     def event(self, noise_multiplier: float) -> SampledRelease:
         """What the release of a noisy sum over one logical batch is to be charged as."""
         return self.scheme.event(noise_multiplier)
@@ -217,6 +224,8 @@ class LogicalBatches:
         self.owner.discard(None)
 
     def __iter__(self) -> Iterator[LogicalBatch]:
+        if self._protected:
+            seed_anew()
         generator = self._generator() if self._seeded is None else self._seeded
         if self._draws is not None:
             self._epoch, self._taken = self._epoch + 1, 0

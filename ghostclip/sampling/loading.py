@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -36,6 +37,7 @@ __all__ = [
     "loaders_batch_size",
     "rows_digest",
     "say_sampler_is_replaced",
+    "seed_anew",
     "size_of",
     "warn_of_repeated_rows",
 ]
@@ -245,9 +247,21 @@ def rows_digest(dataset: Any) -> str:
     return digest.hexdigest()
 
 
-def loader_of(dataset: Any, given: DataLoader[Any] | None, chunks: Iterable[list[int]]) -> DataLoader[Any]:
-    """The one DataLoader all physical batches come from, with everything but the sampling as it was given."""
-    kept = {} if given is None else {name: getattr(given, name) for name in KEPT}
+def seed_anew() -> None:
+    """Torch's, NumPy's and Python's random numbers go on from the operating system's entropy."""
+    if torch.accelerator.is_available():
+        torch.seed()
+    else:
+        torch.default_generator.seed()  # torch.seed takes 2 ms where there is no GPU
+    np.random.seed()
+    random.seed()
+
+
+def loader_of(
+    dataset: Any, given: DataLoader[Any] | None, chunks: Iterable[list[int]], **other: Any
+) -> DataLoader[Any]:
+    """The one DataLoader all physical batches come from, with all but the sampling, and ``other``, as it was given."""
+    kept = {} if given is None else {name: getattr(given, name) for name in KEPT} | other
     plain = given is None or (given.collate_fn is default_collate and given.num_workers == 0)
     if type(dataset) is TensorDataset and plain:
         return DataLoader(_TensorRows(dataset), batch_sampler=chunks, **{**kept, "collate_fn": list})

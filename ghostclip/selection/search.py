@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch.distributed as dist
 
@@ -228,14 +228,16 @@ class _Run:
             result = self.train(settings)
         self._check(noted.take(self.before))
         with asking(self.score):
-            score = float(self.score(result))
+            score = self.score(result)
+        if not isinstance(score, SupportsFloat):
+            raise TypeError(f"score must return a number; got {type(score).__name__}")
         if spent := noted.take(self.before):
             raise PrivacyError(
                 f"engines charged {_words(spent)} in score, which nothing is charged for: a score is a function of the "
                 "result and of public data, or a NoisyScore. Train in train, and give select the noise_multiplier, "
                 "sample_rate and steps of all that a run trains"
             )
-        return result, score
+        return result, float(score)
 
     def _check(self, spent: Sequence[Event]) -> None:
         # Nothing was spent by engines where another library trained, or nothing did.

@@ -144,7 +144,7 @@ def _mixing(trial: TrialLosses) -> tuple[list[Finding], bool]:
     if len(trial.first.losses) < 2:
         raise ValueError(f"batch must have at least two examples, to see whether they mix; got {len(trial.rows)}")
     test = MixingTest(trial, log.warning)
-    found = [test.kept(), test.read(), test.mixed()]
+    found = [test.kept(), test.read(), test.mixed(), test.ignored()]
     return [each for each in found if each], test.compared
 
 

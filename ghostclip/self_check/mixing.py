@@ -49,6 +49,11 @@ OF_COMPANY = Finding(
     "most often they see padding: mask it, and divide by each text's own count of tokens; else compute what the "
     "collate function or the loss takes from the batch (a mean, a count, its size) for each example alone",
 )
+OF_OTHERS = Finding(
+    "",
+    "losses stay as they are when other examples take the places of theirs: the loss function doesn't use its batch",
+    "compute them from the batch that it is called with",
+)
 OF_READING = Finding(
     "",
     "the data set gives another example for a row when it reads other rows with it (in __getitems__, or a transform)",
@@ -179,6 +184,20 @@ class MixingTest:
         if trial.rows.each > 1:
             company = replace(OF_COMPANY, remedy=f"{OF_COMPANY.remedy}; {OF_ORDER}")
         return company if self._batch_moves() else self.place() or company
+
+    def ignored(self) -> Finding | None:
+        """Whether losses that differ from row to row stay when copies of a row replace half of the batch."""
+        trial, first, kept = self._trial, self._trial.first.losses, self._halves[0]
+        index = [row if row in set(kept) else kept[self._pick % len(kept)] for row in trial.every]
+        if self.compared or first.dim() != 1 or not len(first):
+            return None
+        other = first[index] if len(first) == len(index) else first[:1].expand_as(first)
+        try:
+            stay = trial.differ(first, other) and not trial.differ(first, trial.run(index).losses)
+        except Exception as error:
+            log.info("losses of copies of a row can't be had: %s: %s", type(error).__name__, error)
+            return None
+        return OF_OTHERS if stay else None
 
     def _batch_moves(self) -> bool:
         """Whether the collate function gives rows of a half other sizes or values than in the whole batch.

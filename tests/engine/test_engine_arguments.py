@@ -32,6 +32,12 @@ def test_settings_are_not_changed_afterwards(engine, name):
     assert getattr(engine, name) is before
 
 
+@pytest.mark.parametrize("name", ["max_physical_batch_size", "self_check", "unit_ids", "sigma", "max_grad_norm"])
+def test_what_an_engine_was_built_with_is_not_set_afterwards(engine, name):
+    with pytest.raises(AttributeError, match=rf"{name} of a PrivacyEngine can't be set: noise and charges"):
+        setattr(engine, name, 5)
+
+
 @pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
 def test_a_grad_scaler_is_refused(model, options, unscale_first):
@@ -95,6 +101,7 @@ COLUMNS = torch.zeros(24, 5), torch.zeros(24)
 NO_MODULE = r"model must be a torch\.nn\.Module; got function"
 # Calls with something that isn't what they take.
 WRONG = {
+    "a model without values": (lambda m: built(m.to("meta")), ValueError, r"0\.weight is on the meta device"),
     "SparseAdam": (
         lambda m: built(m, torch.optim.SparseAdam(m.parameters())), PrivacyError, "SparseAdam takes sparse gradients",
     ),

@@ -47,6 +47,14 @@ def a_backward_twice(engine):
     return lambda: backward(engine, examples)
 
 
+def losses_of_the_part_before(engine):
+    parts = next(runs.nonempty(engine)).physical()
+    losses = runs.losses_of(engine.model, next(parts))
+    engine.backward(losses, retain_graph=True)
+    next(parts)
+    return lambda: (engine.backward(losses, retain_graph=True), parts)
+
+
 def a_part_left_out(engine):
     parts = next(runs.nonempty(engine)).physical()
     next(parts)
@@ -76,6 +84,7 @@ OUT_OF_TURN = {
         r"engine\.backward\(\) was called without a logical batch",
     ),
     "a backward twice": (a_backward_twice, "ran for 1 of the 1 physical batches.*exactly once"),
+    "losses of the part before": (losses_of_the_part_before, "losses of the physical batch before again.*twice"),
     "a part left out": (a_part_left_out, "ran for 0 of the 2 physical batches"),
 }  # fmt: skip
 

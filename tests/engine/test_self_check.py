@@ -21,6 +21,7 @@ from ghostclip import PrivacyEngine, UnsupportedModelError, VerificationError
 from ghostclip.clipper.random_states import random_states
 from ghostclip.clipper.trial import without_trace
 from ghostclip.clipping import Custom, PerLayer
+from ghostclip.errors import ExamplesMixError
 from ghostclip.nn import GhostLayer
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.self_check import agreement
@@ -384,6 +385,22 @@ def test_a_batch_that_had_its_step_is_let_go_of() -> None:
     seen = weakref.ref(batch)
     del batch
     assert seen() is None
+
+
+def of_a_closure(size: int) -> Callable[..., Tensor]:
+    """Losses of the same rows, whichever it is given."""
+    batch = runs.data(size)[:]
+    return lambda model, _: runs.losses_of(model, batch)
+
+
+@pytest.mark.parametrize("size", [8, 40])
+def test_a_loss_function_that_ignores_its_batch_is_refused(size: int) -> None:
+    data = runs.data(80)
+    engine = runs.engine_for(runs.network(), dataset=data, batch_size=size, sampling="without_replacement")
+    with pytest.raises(ExamplesMixError, match="losses stay as they are when other examples take the places"):
+        runs.train(engine, 1, of_a_closure(size))
+    found = ghostclip.check(engine.model, of_a_closure(size), torch.utils.data.DataLoader(data, batch_size=size))
+    assert "doesn't use its batch" in str(found)
 
 
 @every_option

@@ -57,6 +57,18 @@ def test_changes_from_outside_are_refused_until_they_are_accepted(name: str, gat
     assert steps(engine, 3).steps_taken == 4 + gathered
 
 
+@pytest.mark.parametrize("name", ["sgd", "in place"])
+def test_changes_after_a_release_that_failed_are_refused(name: str, tmp_path: Path, monkeypatch) -> None:
+    engine = steps(private())
+    monkeypatch.setattr(engine._steps.release, "_private", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        steps(engine)
+    monkeypatch.undo()
+    with torch.no_grad():
+        CHANGES[name](engine.model)
+    assert_all_refuse(engine, MOVED, tmp_path)
+
+
 def test_a_second_optimizer_before_the_first_step_is_noticed(tmp_path: Path) -> None:
     """Between a batch's start and its first backward, and in all reports though nothing was spent."""
     engine = private()

@@ -126,12 +126,18 @@ def test_subclasses_that_nothing_bounds_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "clipping", [Adaptive(1.0, count_noise=10.0), Composed(thresholds=Quantiles(1.0, count_noise=10.0))]
+    ("clipping", "later"),
+    [
+        (Adaptive(1.0, count_noise=10.0), 1e-3),
+        (Composed(thresholds=Quantiles(1.0, count_noise=10.0)), 1e-3),
+        (Adaptive(1.0), 0.3),  # 0.4 by default, at batches of 8
+        (Composed(thresholds=Quantiles(1.0)), 0.3),
+    ],
 )
-def test_counts_get_the_noise_that_is_charged(clipping: Any) -> None:
+def test_counts_get_the_noise_that_is_charged(clipping: Any, later: float) -> None:
     engine = runs.engine_for(runs.network(), clipping=clipping, noise_multiplier=1.0)
     runs.train(engine, 1)
-    getattr(engine.clipping, "rule", engine.clipping).count_noise = 1e-3
+    getattr(engine.clipping, "rule", engine.clipping).count_noise = later
     before = runs.weights(engine.model)
     with pytest.raises(PrivacyError, match="less noise than is charged: count_noise was changed"):
         runs.train(engine, 1)

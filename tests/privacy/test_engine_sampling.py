@@ -1,6 +1,7 @@
 """Sampling in the engine, by turns too: what is charged is what the sampler did, and forecasts go on from there."""
 
 import math
+import random
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,43 @@ def test_a_cyclic_epoch_has_each_example_once_in_the_same_order(size: int, batch
     assert max(map(len, first)) == loader.largest
     another = [rows(batch) for batch in LogicalBatches(range(size), batch_size=batch_size, sampling="cyclic")]
     assert first != another or steps == 1
+
+
+def drawn_after_a_seed(**options: Any) -> list[float]:
+    """Random numbers in a loop over batches, after the user's own seeds, and a data loader's for its workers."""
+    loader = torch.utils.data.DataLoader(runs.data(), batch_size=8, generator=torch.Generator().manual_seed(0))
+    engine = runs.engine_for(runs.network(), dataset=loader, **options)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    next(iter(engine.batches()))
+    return [torch.rand(()).item(), np.random.rand(), random.random()]
+
+
+@pytest.mark.filterwarnings("ignore:the DataLoader's SequentialSampler is replaced")
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [
+        ({"noise_multiplier": 1.0}, False),
+        ({"noise_multiplier": 1.0, "noise": "hardened"}, False),
+        ({"noise_multiplier": 1.0, "noise": "test", "seed": 0}, True),
+        ({"noise_multiplier": 0.0}, True),
+    ],
+)
+def test_random_numbers_of_a_private_training_follow_no_seed(options: dict[str, Any], again: bool) -> None:
+    """Else one example more moves the dropout masks of all others, which the bound doesn't cover."""
+    pairs = zip(*(drawn_after_a_seed(**options) for _ in range(2)), strict=True)
+    assert [one == other for one, other in pairs] == 3 * [again]
+
+
+@pytest.mark.filterwarnings("ignore:the DataLoader's RandomSampler is replaced")
+def test_a_private_training_takes_no_generator_of_its_data_loader() -> None:
+    generator = torch.Generator().manual_seed(0)
+    loader = torch.utils.data.DataLoader(runs.data(), batch_size=8, generator=generator, shuffle=True)
+    engine = runs.engine_for(runs.network(), dataset=loader, noise_multiplier=1.0)
+    before = generator.get_state()
+    runs.train(engine)
+    assert torch.equal(generator.get_state(), before)
 
 
 def test_what_is_charged_is_what_was_drawn() -> None:

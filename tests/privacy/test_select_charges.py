@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -74,6 +75,35 @@ def test_a_run_that_spends_more_than_is_charged_is_refused_before_its_score(
     with pytest.raises(PrivacyError, match=f"{found}.* a run is charged for 5 steps .* Give select the noise_mult"):
         searched(trained(*engines), asked.append)
     assert asked == []
+
+
+def in_a_thread(train: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def work(settings: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(train, settings).result()
+
+    return work
+
+
+def by_an_earlier_engine(options: dict[str, Any]) -> Callable[[Any], Any]:
+    """With steps before the search, which are not the search's own."""
+    engine = engine_for(**options)
+    take(engine)
+    return lambda _: take(engine)
+
+
+@pytest.mark.parametrize(
+    "train", [lambda options: in_a_thread(trained(options)), by_an_earlier_engine], ids=["in a thread", "built before"]
+)
+def test_engines_that_charge_elsewhere_are_seen(train: Callable[[dict[str, Any]], Any]) -> None:
+    assert searched(train({})).score == 1.0
+    with pytest.raises(PrivacyError, match=r"5 steps .* noise multiplier 1.2, and a run is charged for 5 steps"):
+        searched(train({"noise_multiplier": 1.2}))
+
+
+def test_a_score_is_a_number() -> None:
+    with pytest.raises(TypeError, match="score must return a number; got NoneType"):
+        searched(trained({}), lambda _: None)
 
 
 def test_a_run_of_no_larger_epsilon_is_refused_where_a_search_over_such_runs_spends_more() -> None:
