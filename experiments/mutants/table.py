@@ -5073,9 +5073,75 @@ HIDDEN_SQUARES = [
     ),
 ]
 
+SEEDED_AND_CHARGED = [
+    Mutant(
+        "a private training draws dropout and augmentation by the user's seed",
+        "ghostclip/sampling/batches.py",
+        "            seed_anew()\n",
+        "            pass\n",
+        ("tests/privacy/test_engine_sampling.py", "-k", "follow_no_seed"),
+    ),
+    Mutant(
+        "a private training takes its data loader's generator",
+        "ghostclip/sampling/batches.py",
+        "partial(self._open, generator=None)",
+        "self._open",
+        ("tests/privacy/test_engine_sampling.py", "-k", "takes_no_generator"),
+    ),
+    Mutant(
+        "rows that a data set mixes are not looked for where it draws random numbers",
+        "ghostclip/self_check/mixing.py",
+        "return OF_READING if not _changed(first, again) and _changed(first, other) else None",
+        "return None",
+        ("tests/engine/test_collated.py", "-k", "reads_several"),
+    ),
+    Mutant(
+        "a loss function that ignores its batch is not looked for",
+        "ghostclip/self_check/mixing.py",
+        "return OF_OTHERS if stay else None",
+        "return None",
+        ("tests/engine/test_self_check.py", "-k", "ignores_its_batch"),
+    ),
+    Mutant(
+        "losses of one physical batch are taken for two",
+        "ghostclip/engine/step.py",
+        "if losses is self._used():",
+        "if False:",
+        ("tests/engine/test_engine_guards.py", "-k", "turn"),
+    ),
+    Mutant(
+        "parameters may move after a release that failed",
+        RELEASE,
+        "self.updates.accept()  # nothing moved",
+        "pass",
+        ("tests/engine/test_update_check.py", "-k", "failed"),
+    ),
+    Mutant(
+        "counts are compared with what is charged for batches of one alone",
+        "ghostclip/engine/adaptation.py",
+        "for size in (1, 1 << 40)]",
+        "for size in (1,)]",
+        ("tests/engine/test_weighing.py", "-k", "counts_get"),
+    ),
+    Mutant(
+        "engines in other threads are not seen by a search",
+        "ghostclip/accounting/noted.py",
+        "for engines in _searches if own is None else [own]:",
+        "for engines in [] if own is None else [own]:",
+        ("tests/privacy/test_select_charges.py", "-k", "elsewhere"),
+    ),
+    Mutant(
+        "engines that were built before a search are not seen by it",
+        "ghostclip/engine/budget.py",
+        "        accounting.note_charges(self._runs)\n",
+        "",
+        ("tests/privacy/test_select_charges.py", "-k", "elsewhere"),
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
     *SAME, *WITHIN, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *OF_COMPANY, *AROUND_THE_BATCH,
     *DIFFERENTIATED_TWICE, *BY_MARKS, *CHOSEN_PRIVATELY, *NOISE_OVER_STEPS, *USED, *GRAPHS, *SEARCHED_AND_FROZEN,
-    *PACKED_AND_AUDITED, *HIDDEN_SQUARES,
+    *PACKED_AND_AUDITED, *HIDDEN_SQUARES, *SEEDED_AND_CHARGED,
 ]  # fmt: skip
