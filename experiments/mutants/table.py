@@ -5075,6 +5075,13 @@ HIDDEN_SQUARES = [
 
 SEEDED_AND_CHARGED = [
     Mutant(
+        "rows that all examples share count where NaN of one example is followed",
+        "ghostclip/graph/owners.py",
+        "            others &= each.used\n",
+        "            pass\n",
+        ("tests/laws/test_coinciding_sizes.py", "-k", "entry and repeated"),
+    ),
+    Mutant(
         "a private training draws dropout and augmentation by the user's seed",
         "ghostclip/sampling/batches.py",
         "            seed_anew()\n",

@@ -126,6 +126,8 @@ def spreads(losses: Tensor, rows: Mapping[Subject, Rows], ends: Sequence[Edge], 
     for call, each in found.items():
         before, after = plain[call, each.dim][0], now[call, each.dim][0]
         others = ~odd[each.owners(len(before), len(losses), losses.device)]
+        if each.used is not None:  # what all examples share is nobody's
+            others &= each.used
         # Of a row of zeros it isn't known whose it is.
         if bool((before.isfinite() & (before > 0) & ~after.isfinite() & others).any()):
             return True

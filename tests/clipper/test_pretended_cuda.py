@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA itself"),
 ]
 
+# The LSTM cell's last bit, which CUDA's own operation has, and sparse tensors, for which the device has no kernels.
+NOT_THERE = "not sparse and not (bit_for_bit and cell_lstm)"
 # Networks whose loop in float64 takes seconds.
 LARGE = ("gpt", "resnet", "vgg", "cifar", "imdb", "lora")
 
@@ -61,8 +63,7 @@ SUITES = {
     "clipping": (["gpu", "-k", " and ".join(f"not {name}" for name in LARGE)], 150),
     "clipping of large networks": (["gpu", "-k", " or ".join(LARGE)], 30),
     "the host waits once for each physical batch": (["support/pretended/waiting.py"], 25),
-    # Not the LSTM cell's last bit, which CUDA's own operation has.
-    **{f"default: {file}": ([file, "-m", "not slow", "-k", "not (bit_for_bit and cell_lstm)"], 3) for file in (
+    **{f"default: {file}": ([file, "-m", "not slow", "-k", NOT_THERE], 3) for file in (
         "layers/test_layers.py", "layers/test_layers_outside.py", "laws/test_random_models.py",
         "privacy/test_pitfalls.py", "clipper/test_computed_weights.py")},
 }  # fmt: skip
