@@ -5089,6 +5089,27 @@ SEEDED_AND_CHARGED = [
         ("tests/privacy/test_engine_sampling.py", "-k", "follow_no_seed"),
     ),
     Mutant(
+        "a private training draws dropout by the seeds that its data set sets",
+        "ghostclip/sampling/batches.py",
+        "        if self._plan.runs_code:",
+        "        if False:",
+        ("tests/privacy/test_engine_sampling.py", "-k", "no_seed_of_its_data"),
+    ),
+    Mutant(
+        "where other rows draw another number of random numbers, rows count as mixed",
+        "ghostclip/self_check/mixing.py",
+        "read is not None and read.states == whole.states and",
+        "read is not None and",
+        ("tests/engine/test_collated.py", "-k", "by_content"),
+    ),
+    Mutant(
+        "a head of zeros with random targets counts as a loss function that ignores its batch",
+        "ghostclip/self_check/mixing.py",
+        "        if stay and trial.draws:",
+        "        if False:",
+        ("tests/engine/test_self_check.py", "-k", "head_of_zeros"),
+    ),
+    Mutant(
         "a private training takes its data loader's generator",
         "ghostclip/sampling/batches.py",
         "partial(self._open, generator=None)",
@@ -5098,7 +5119,7 @@ SEEDED_AND_CHARGED = [
     Mutant(
         "rows that a data set mixes are not looked for where it draws random numbers",
         "ghostclip/self_check/mixing.py",
-        "return OF_READING if not _changed(first, again) and _changed(first, other) else None",
+        "return OF_READING if all(each and each.states == whole.states for each in chosen) else None",
         "return None",
         ("tests/engine/test_collated.py", "-k", "reads_several"),
     ),

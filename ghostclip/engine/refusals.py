@@ -72,7 +72,9 @@ class Refusals(RefusesNames):
     def __setattr__(self, name: str, value: Any) -> None:
         own = vars(self)
         added = "_snapshots" in own and name not in own  # once it is built
-        added = added and name in {*self.refused_names, *inspect.signature(type(self)).parameters}
+        if added:  # arguments of a subclass of the user's are its own
+            engine = next(each for each in type(self).__mro__ if Refusals in each.__bases__)
+            added = name in {*self.refused_names, *inspect.signature(engine).parameters}
         if added or (name in self.fixed_names and name in own):
             raise AttributeError(
                 f"{name} of a PrivacyEngine can't be {'set' if added else 'changed'}: noise and charges are made for "

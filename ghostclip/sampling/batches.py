@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,13 +15,14 @@ from torch.utils.data import DataLoader
 
 from ghostclip.errors import PrivacyError
 from ghostclip.events import SampledRelease
-from ghostclip.sampling.draws import Chunks, Draws, Physical
+from ghostclip.sampling.draws import Chunks, Draws, divided
 from ghostclip.sampling.loading import (
     check_sampling,
     check_size,
     loader_of,
     loaders_batch_size,
     rows_digest,
+    runs_code,
     say_sampler_is_replaced,
     seed_anew,
     size_of,
@@ -113,7 +114,7 @@ class LogicalBatches:
             raise ValueError(f"max_rows_per_unit must be left out without unit_ids; got {max_rows_per_unit!r}")
         self._share = share
         # A function of its own: a method would put the samples into a reference cycle.
-        self._divide = partial(_divided, self._users, self.limit, share)
+        self._divide = partial(divided, self._users, self.limit, share)
         self._seeded = None if seed is None else np.random.default_rng(seed)
         self._generator, self._bands, self.sampling = generator, positive_int(bands=bands), sampling
         self.groups: np.ndarray | None = None
@@ -132,7 +133,7 @@ class LogicalBatches:
         self._draws: Draws | None = None
         self.loop: Callable[[], _Loop | None] = lambda: None
         self._process = os.getpid()
-        self._epoch, self._taken, self._staged, self._protected = 0, 0, False, False
+        self._epoch, self._taken, self._staged, self._protected, self.runs_code = 0, 0, False, False, False
         if given is not None:
             say_sampler_is_replaced(given, self.scheme.words)
         if self._users is None:
@@ -205,6 +206,7 @@ class LogicalBatches:
         if private:
             self._protected, self._open = True, partial(self._open, generator=None)
             self._loader = self._open()
+            self.runs_code = runs_code(self._loader)
 
     def event(self, noise_multiplier: float) -> SampledRelease:
         """What the release of a noisy sum over one logical batch is to be charged as."""
@@ -217,7 +219,7 @@ class LogicalBatches:
     def limit_physical(self, most: int) -> None:
         """From the next loop on physical batches have at most so many examples; not where users are the units."""
         self.limit = most
-        self._divide = partial(_divided, None, most, self._share)
+        self._divide = partial(divided, None, most, self._share)
 
     def discard(self) -> None:
         """`LogicalBatch.discard` of the batch handed out last, where it had no step and is out of reach."""
@@ -303,16 +305,6 @@ class LogicalBatches:
         return iter(self._loader)
 
 
-def _divided(users: Users | None, limit: int | None, share: tuple[int, int], chosen: list[int]) -> Sequence[Physical]:
-    """The physical batches of a sample, or of this rank's share in it."""
-    rank, ranks = share
-    chosen = chosen[rank::ranks]
-    if users is not None:
-        return users.divide(chosen)
-    size = limit or max(1, len(chosen))
-    return [(chosen[start : start + size], None) for start in range(0, len(chosen), size)]
-
-
 class _Loop:
     """What a loop over the batches holds, and no batch: it is gone once an exception, or a break, has left the loop."""
 
@@ -387,6 +379,8 @@ class _Epoch:
             )
         self._in_step = False
         examples = self._next()
+        if self._plan.runs_code:  # which may have seeded what the forward draws
+            seed_anew()
         self._waiting -= 1
         self._in_step = True
         return examples

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ghostclip.sampling.schemes import Scheme
-from ghostclip.sampling.users import UserRows
+from ghostclip.sampling.users import UserRows, Users
 
-__all__ = ["Chunks", "Draws", "Physical"]
+__all__ = ["Chunks", "Draws", "Physical", "divided"]
 
 # Hexadecimal digits by which ranks compare samples.
 DIGITS = 32
@@ -113,3 +113,13 @@ class Chunks:
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.draws.indices()
+
+
+def divided(users: Users | None, limit: int | None, share: tuple[int, int], chosen: list[int]) -> Sequence[Physical]:
+    """The physical batches of a sample, or of this rank's share in it."""
+    rank, ranks = share
+    chosen = chosen[rank::ranks]
+    if users is not None:
+        return users.divide(chosen)
+    size = limit or max(1, len(chosen))
+    return [(chosen[start : start + size], None) for start in range(0, len(chosen), size)]

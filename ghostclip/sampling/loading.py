@@ -36,6 +36,7 @@ __all__ = [
     "loader_of",
     "loaders_batch_size",
     "rows_digest",
+    "runs_code",
     "say_sampler_is_replaced",
     "seed_anew",
     "size_of",
@@ -255,6 +256,11 @@ def seed_anew() -> None:
         torch.default_generator.seed()  # torch.seed takes 2 ms where there is no GPU
     np.random.seed()
     random.seed()
+
+
+def runs_code(loader: DataLoader[Any]) -> bool:
+    """Whether loading runs a data set's or a collate function's own code in this process."""
+    return loader.num_workers == 0 and not isinstance(loader.dataset, _TensorRows)
 
 
 def loader_of(

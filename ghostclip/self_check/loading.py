@@ -36,6 +36,13 @@ class Loaded(NamedTuple):
     drew: bool
 
 
+class ReadRows(NamedTuple):
+    """Examples that were read by one call, and the random states after it."""
+
+    rows: list[Any]
+    states: tuple[Any, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class LoadedRows:
     """Rows of a data set, each read once, under a seed of its own, so that its random augmentations come again.
@@ -78,7 +85,7 @@ class LoadedRows:
             after = random_states()
         return Loaded(batch, lengths, after, drew or after != before)
 
-    def read_together(self, index: Sequence[int]) -> list[Any] | None:
+    def read_together(self, index: Sequence[int]) -> ReadRows | None:
         """The examples in these places, read by one call of the data set under the seed.
 
         None where it reads rows one by one, draws no random numbers for several, or gives them as one batch.
@@ -88,7 +95,8 @@ class LoadedRows:
         with trying(), drawing_from(random_states()):
             before = _seeded(self.seed)
             examples = several([self.rows[place] for place in index])
-            return examples if random_states() != before and _are_single(examples, index) else None
+            read = ReadRows(examples, random_states())
+            return read if read.states != before and _are_single(examples, index) else None
 
     def _fetch(self, rows: list[int]) -> tuple[Any, bool]:
         """The examples, and whether random numbers were drawn for all of them together.

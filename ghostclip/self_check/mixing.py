@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -153,18 +153,29 @@ class MixingTest:
     def read(self) -> Finding | None:
         """Whether a data set that draws random numbers for several rows at once makes an example of other rows, too.
 
-        The second half of the rows is replaced; the first half, for which random numbers are drawn first, must stay.
-        Losses can't tell, since rows of such a data set are read one by one for them. Padded rows aren't compared.
+        Losses can't tell, since rows of such a data set are read one by one for them. Half of the rows, at random, are
+        replaced by one of the others, which must stay where as many random numbers are drawn. Where another number is
+        drawn for other rows, these move the random numbers of all after them, and nothing can be told. Padded rows
+        aren't compared.
         """
-        rows, kept = self._trial.rows, len(self._trial.rows) // 2
-        others = [*range(kept), *[self._pick % max(1, kept)] * (len(rows) - kept)]
+        trial = self._trial
         try:
-            read = [rows.read_together(index) for index in (self._trial.every, self._trial.every, others)]
+            whole, again = trial.rows.read_together(trial.every), trial.rows.read_together(trial.every)
+            if whole is None or again is None or _changed(whole.rows, again.rows, trial.every):
+                return None
+            for _ in range(1 + MORE_PARTS):
+                kept = self._dice.sample(trial.every, max(1, len(trial.every) // 2))
+                read = trial.rows.read_together(self._replaced(kept))
+                if read is not None and read.states == whole.states and _changed(whole.rows, read.rows, kept):
+                    chosen = [trial.rows.read_together(self._replaced(kept)) for _ in range(CHOICES)]
+                    return OF_READING if all(each and each.states == whole.states for each in chosen) else None
         except Exception as error:  # a data set need not give a row twice
             log.info("rows of the data set are not compared: %s: %s", type(error).__name__, error)
-            return None
-        first, again, other = ([_tensors_in(row) for row in each[:kept]] if each else [] for each in read)
-        return OF_READING if not _changed(first, again) and _changed(first, other) else None
+        return None
+
+    def _replaced(self, kept: Sequence[int]) -> list[int]:
+        """All places, those that aren't ``kept`` by random ones of these."""
+        return [row if row in set(kept) else self._dice.choice(kept) for row in self._trial.every]
 
     def mixed(self) -> Finding | None:
         """How losses depend on other examples."""
@@ -193,10 +204,15 @@ class MixingTest:
             return None
         other = first[index] if len(first) == len(index) else first[:1].expand_as(first)
         try:
-            stay = trial.differ(first, other) and not trial.differ(first, trial.run(index).losses)
+            found = trial.run(index, norms=trial.draws)
         except Exception as error:
             log.info("losses of copies of a row can't be had: %s: %s", type(error).__name__, error)
             return None
+        stay = trial.differ(first, other) and not trial.differ(first, found.losses)
+        if stay and trial.draws:  # losses of a head of zeros follow random numbers alone, their gradients don't
+            stay = False
+            if trial.first.norms is not None and found.norms is not None:
+                stay = bool(torch.isclose(trial.first.norms, found.norms, rtol=1e-5, atol=0).all())
         return OF_OTHERS if stay else None
 
     def _batch_moves(self) -> bool:
@@ -370,9 +386,10 @@ def _tensors_in(example: Any) -> dict[tuple[str, torch.Size], Tensor]:
     return {(name, each.shape): each for name, each in found}
 
 
-def _changed(these: Sequence[dict[Any, Tensor]], those: Sequence[dict[Any, Tensor]]) -> bool:
-    """Whether a tensor of an example is another one, of the same shape."""
-    pairs = ((one[key], other[key]) for one, other in zip(these, those, strict=False) for key in one.keys() & other)
+def _changed(these: Sequence[Any], those: Sequence[Any], places: Iterable[int]) -> bool:
+    """Whether a tensor of an example in one of these places is another one, of the same shape."""
+    both = ((_tensors_in(these[place]), _tensors_in(those[place])) for place in places)
+    pairs = ((one[key], other[key]) for one, other in both for key in one.keys() & other)
     return not all(same(*pair) for pair in pairs)
 
 

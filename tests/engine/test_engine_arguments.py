@@ -38,6 +38,19 @@ def test_what_an_engine_was_built_with_is_not_set_afterwards(engine, name):
         setattr(engine, name, 5)
 
 
+class Named(PrivacyEngine):
+    def __init__(self, *args, run_name, **options):
+        super().__init__(*args, **options)
+        self.run_name = run_name
+
+
+def test_a_subclass_has_attributes_of_its_own(model):
+    engine = Named(
+        model, torch.optim.SGD(model.parameters()), runs.data(), batch_size=8, noise_multiplier=1.0, run_name="a"
+    )
+    assert engine.run_name == "a"
+
+
 @pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
 def test_a_grad_scaler_is_refused(model, options, unscale_first):

@@ -393,6 +393,16 @@ def of_a_closure(size: int) -> Callable[..., Tensor]:
     return lambda model, _: runs.losses_of(model, batch)
 
 
+def test_a_head_of_zeros_with_random_targets_trains() -> None:
+    """Whose first losses follow the random numbers of their places alone."""
+    model = runs.network()
+    nn.init.zeros_(model[2].weight)
+    nn.init.zeros_(model[2].bias)
+    engine = runs.engine_for(model, dataset=runs.data(80), batch_size=40)
+    runs.train(engine, 2, lambda model, batch: (model(batch[0]) - torch.randn(len(batch[0]), 3)).square().sum(1))
+    assert engine.steps_taken == 2
+
+
 @pytest.mark.parametrize("size", [8, 40])
 def test_a_loss_function_that_ignores_its_batch_is_refused(size: int) -> None:
     data = runs.data(80)

@@ -164,6 +164,30 @@ def test_random_numbers_of_a_private_training_follow_no_seed(options: dict[str, 
     assert [one == other for one, other in pairs] == 3 * [again]
 
 
+class Seeding(torch.utils.data.Dataset[Any]):
+    """Each of whose rows is augmented by a seed."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, row: int) -> Any:
+        torch.manual_seed(0)
+        return torch.randn(5), row % 3
+
+
+@pytest.mark.parametrize(("options", "numbers"), [({"noise": "standard"}, 3), ({"noise": "test", "seed": 0}, 1)])
+def test_random_numbers_of_a_private_training_follow_no_seed_of_its_data(options: dict[str, Any], numbers: int) -> None:
+    drawn = set[float]()
+    engine = runs.engine_for(
+        runs.network(), dataset=Seeding(), noise_multiplier=1.0, sampling="without_replacement", **options
+    )
+    for batch in engine.batches():
+        list(batch.physical())
+        drawn.add(torch.rand(()).item())
+        batch.discard()
+    assert len(drawn) == numbers
+
+
 @pytest.mark.filterwarnings("ignore:the DataLoader's RandomSampler is replaced")
 def test_a_private_training_takes_no_generator_of_its_data_loader() -> None:
     generator = torch.Generator().manual_seed(0)

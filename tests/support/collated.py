@@ -178,6 +178,12 @@ def mixup(rows: list[Any]) -> Any:
     return mixed(x), y
 
 
+def mixed_in_pairs(x: Tensor) -> Tensor:
+    """Of neighbouring rows."""
+    other = torch.arange(len(x)) ^ 1
+    return 0.7 * noisy(x) + 0.3 * x[other.clamp(max=len(x) - 1)]
+
+
 def by_content(x: Tensor) -> Tensor:
     """Of which another number of random numbers is drawn for another row."""
     return torch.stack([row + torch.randn(5 + int(row.sum() > 0))[:5] for row in x])
@@ -195,6 +201,7 @@ MIXING |= {
     "mixup": of_features(features, mixup),
     "centred_where_the_data_set_reads_several": of_features(lambda: AtOnce(lambda x: x - x.mean(0), listed=True)),
     "mixup_where_the_data_set_reads_several": of_features(lambda: AtOnce(mixed, listed=True)),
+    "mixup_of_pairs_where_the_data_set_reads_several": of_features(lambda: AtOnce(mixed_in_pairs, listed=True)),
     "centred_and_augmented_where_the_data_set_reads_several": of_features(lambda: AtOnce(centred, listed=True)),
     "mixup_where_the_data_set_reads_a_batch": of_features(lambda: AtOnce(mixed), as_read),
 }
@@ -202,6 +209,9 @@ HONEST |= {
     "augmented_at_random": of_features(lambda: Features(noisy)),
     "augmented_by_a_generator_of_its_own": of_features(by_its_own_generator),
     "augmented_where_the_data_set_reads_several": of_features(lambda: AtOnce(noisy, listed=True)),
+    "augmented_twice_by_content_where_the_data_set_reads_several": of_features(
+        lambda: AtOnce(lambda x: by_content(by_content(x)), listed=True)
+    ),
     "augmented_by_content_where_the_data_set_reads_several": of_features(lambda: AtOnce(by_content, listed=True)),
     "augmented_where_the_data_set_reads_a_batch": of_features(lambda: AtOnce(noisy), as_read),
 }
