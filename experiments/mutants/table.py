@@ -5098,8 +5098,8 @@ SEEDED_AND_CHARGED = [
     Mutant(
         "where other rows draw another number of random numbers, rows count as mixed",
         "ghostclip/self_check/mixing.py",
-        "read is not None and read.states == whole.states and",
-        "read is not None and",
+        "all(each and each.states == whole.states for each in chosen)",
+        "True",
         ("tests/engine/test_collated.py", "-k", "by_content"),
     ),
     Mutant(

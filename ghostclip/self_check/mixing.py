@@ -166,8 +166,8 @@ class MixingTest:
             for _ in range(1 + MORE_PARTS):
                 kept = self._dice.sample(trial.every, max(1, len(trial.every) // 2))
                 read = trial.rows.read_together(self._replaced(kept))
-                if read is not None and read.states == whole.states and _changed(whole.rows, read.rows, kept):
-                    chosen = [trial.rows.read_together(self._replaced(kept)) for _ in range(CHOICES)]
+                if read is not None and _changed(whole.rows, read.rows, kept):
+                    chosen = [read, *(trial.rows.read_together(self._replaced(kept)) for _ in range(CHOICES))]
                     return OF_READING if all(each and each.states == whole.states for each in chosen) else None
         except Exception as error:  # a data set need not give a row twice
             log.info("rows of the data set are not compared: %s: %s", type(error).__name__, error)
