@@ -155,12 +155,12 @@ def shared_dropout(library: str, place: Path) -> float:
     return float(released(SCRIPTS["SFT"][library], what).norm() / (clip * ROWS))
 
 
-class Mixing(transformers.LlamaForCausalLM):
+class Mixing(transformers.LlamaModel):
     """Every example's scores depend on those of all others in the batch."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         outputs = super().forward(*inputs, **named)
-        outputs.logits = outputs.logits - 0.5 * outputs.logits.mean(0, keepdim=True)
+        outputs.last_hidden_state = outputs.last_hidden_state - 0.5 * outputs.last_hidden_state.mean(0, keepdim=True)
         return outputs
 
 
@@ -174,7 +174,8 @@ def facts(library: str, place: Path) -> Facts:
         first = released(SCRIPTS[task][library], given(task, place / f"first {task}", noise=0.0))
         torch.save(first, place / f"{task} {library}.pt")
     packed = said(lambda: SCRIPTS["SFT"][library](given("SFT", place / "packed", packing=True)))
-    mixing = Mixing(llama(WORDS, 32, 1).config)
+    mixing = llama(WORDS, 32, 1)
+    mixing.model = Mixing(mixing.config)
     return {
         **spending(library, place),
         "said_to_packing": packed,

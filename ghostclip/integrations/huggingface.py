@@ -86,7 +86,8 @@ class PrivateTrainer(Trainer):
 
     Raises:
         PrivacyError: an option of Trainer can't be private; the message says what to do.
-        UnsupportedModelError: ``compute_losses`` is None, and the model's task isn't among those above.
+        UnsupportedModelError: ``compute_losses`` is None, and the model's task isn't among those above, or the model
+            has a forward or ``loss_function`` of its own.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -21,15 +22,22 @@ __all__ = [
     "class_losses",
     "class_losses_of",
     "losses_for",
+    "losses_of_task",
     "next_token_losses",
+    "refuse_own_loss",
     "token_log_probabilities",
 ]
 
 # (model, inputs of a physical batch) -> losses [B].
 ComputeLosses = Callable[[nn.Module, dict[str, Any]], Tensor]
 
-# Models listed as causal language models that predict something else than the next token.
-NOT_THE_NEXT_TOKEN = {"XLNetLMHeadModel", "XLMWithLMHeadModel", "ProphetNetForCausalLM", "XLMProphetNetForCausalLM"}
+# Models listed for a task whose own loss is another one: of other tokens than the next, or the first of each word.
+OF_ANOTHER_LOSS = {
+    "XLNetLMHeadModel", "XLMWithLMHeadModel", "ProphetNetForCausalLM", "XLMProphetNetForCausalLM",
+    "ProphetNetForConditionalGeneration", "XLMProphetNetForConditionalGeneration", "BrosForTokenClassification",
+}  # fmt: skip
+# Libraries whose forwards and losses are known.
+LIBRARIES = ("transformers", "peft", "trl", "ghostclip")
 # Those that take labels which were shifted before: each stands at the place of the token before it.
 SHIFTED_BEFORE = {
     "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
@@ -42,12 +50,41 @@ def losses_for(model: nn.Module) -> ComputeLosses:
     """The losses of single examples for a model of transformers, or one of peft around it, by the name of its class.
 
     Raises:
-        UnsupportedModelError: the task isn't one of those below.
+        UnsupportedModelError: the task isn't one of those below, or the model has a forward or loss of its own.
     """
+    losses = losses_of_task(model)
+    refuse_own_loss(model, losses)
+    return losses
+
+
+def refuse_own_loss(model: nn.Module, usual: ComputeLosses) -> None:
+    """Raises UnsupportedModelError where the model's forward or ``loss_function`` comes from none of LIBRARIES.
+
+    Args:
+        model: as for `losses_for`.
+        usual: the losses that the model would be trained by.
+    """
+    base = base_model(model)
+    of_class = inspect.getattr_static(type(base), "loss_function", None)
+    # The class's forward, too: TRL puts one of its own before it.
+    found = [("forward", base.forward), ("forward", type(base).forward)]
+    found += [("loss_function", each) for each in (getattr(base, "_loss_function", None), of_class) if each is not None]
+    for name, own in found:
+        module = str(getattr(inspect.unwrap(getattr(own, "fget", own)), "__module__", None))
+        if module.partition(".")[0] not in LIBRARIES:
+            raise UnsupportedModelError(
+                f"{type(base).__name__} has a {name} of its own (from {module}), whose loss may be another than that "
+                "of its task; give the trainer compute_losses=..., a function of (model, inputs) that returns one loss "
+                f"for each example: {usual.__name__} of {usual.__module__} where it is the usual one"
+            )
+
+
+def losses_of_task(model: nn.Module) -> ComputeLosses:
+    """`losses_for` whatever forward the model has."""
     base = base_model(model)
     names = [cls.__name__ for cls in type(base).__mro__]
     for models, losses in TASKS:
-        if not NOT_THE_NEXT_TOKEN & set(names) and set(names) & set(_flat(models)):
+        if not OF_ANOTHER_LOSS & set(names) and set(names) & set(_flat(models)):
             if losses is next_token_losses and SHIFTED_BEFORE & set(names):
                 return token_losses
             # Decoders that read speech are listed as sequence to sequence models, too.

@@ -13,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ghostclip import accounting
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.integrations.huggingface_arguments import PrivacyArguments
+from ghostclip.integrations.huggingface_losses import LIBRARIES
 from ghostclip.ledger import Ledger
 from ghostclip.validate import flag, positive
 
@@ -92,8 +93,7 @@ OPTIMIZERS = ("lomo", "layerwise", "schedule_free")
 # Of learning rates that follow the metrics.
 SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
-# Methods of Trainer that choose examples or take steps, and the libraries whose methods of these names are known.
-LIBRARIES = ("transformers", "trl", "ghostclip")
+# Methods of Trainer that choose examples or take steps; those of LIBRARIES are known.
 REPLACED = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples", "training_step", "_inner_training_loop")
 
 

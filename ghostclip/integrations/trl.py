@@ -29,7 +29,7 @@ from ghostclip.engine.step import BatchIndexOf
 from ghostclip.errors import PrivacyError, UnsupportedModelError
 from ghostclip.integrations.huggingface import PrivacyArguments as PrivacyArguments  # for one import in a script
 from ghostclip.integrations.huggingface import PrivateTrainer
-from ghostclip.integrations.huggingface_losses import ComputeLosses
+from ghostclip.integrations.huggingface_losses import ComputeLosses, next_token_losses, refuse_own_loss
 from ghostclip.integrations.trl_losses import Pairs, conversation_losses, pair_losses, pair_scores
 from ghostclip.integrations.trl_packing import Packed, documents_of, packed_losses
 from ghostclip.integrations.trl_refusals import (
@@ -121,6 +121,8 @@ class PrivateSFT(TRLTrainer):
             raise UnsupportedModelError(f"{error} ({crossing})") from error
 
     def _losses_of_task(self) -> ComputeLosses:
+        built: Any = self.model
+        refuse_own_loss(built, next_token_losses)
         losses = packed_losses if self._packs else conversation_losses
         return partial(losses, loss_type=self.args.loss_type)
 

@@ -17,7 +17,7 @@ from ranks import on_ranks, told  # noqa: E402
 
 from ghostclip.errors import PrivacyError, UnsupportedModelError  # noqa: E402
 from ghostclip.integrations.huggingface import PrivacyArguments, PrivateTrainer  # noqa: E402
-from ghostclip.integrations.huggingface_losses import losses_for  # noqa: E402
+from ghostclip.integrations.huggingface_losses import class_losses, losses_for  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")
 
@@ -220,6 +220,39 @@ def own(name):
     return type("OwnTrainer", (PrivateTrainer,), {name: lambda self, *args, **options: None})
 
 
+class Own(transformers.BertForSequenceClassification):
+    """A loss of its own in its forward."""
+
+    def forward(self, input_ids, labels=None):
+        outputs = super().forward(input_ids)
+        outputs["loss"] = outputs.logits.square().mean()
+        return outputs
+
+
+class OwnFunction(transformers.BertForTokenClassification):
+    loss_function = property(lambda self: nn.functional.mse_loss)
+
+
+def changed(name):
+    """A classifier whose loss or forward was changed after it was built."""
+    model = tt.bert("SequenceClassification")
+    setattr(model, name, lambda **_: None)
+    return model
+
+
+# Tiny models whose loss is another than that of their task.
+UNLIKE = {
+    "ProphetNetForConditionalGeneration": {"num_encoder_layers": 1, "num_decoder_layers": 1},
+    "BrosForTokenClassification": {"num_hidden_layers": 1, "num_attention_heads": 2},
+}
+
+
+def unlike(name):
+    sizes = {"vocab_size": tt.WORDS, "hidden_size": 16, "intermediate_size": 12, "max_position_embeddings": 16}
+    model = getattr(transformers, name)
+    return model(model.config_class(**sizes, **UNLIKE[name]))
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(tt.data())
@@ -244,6 +277,12 @@ REFUSED = [
     (lambda folder: trainer_with(folder, own("compute_loss")), "compute_losses"),
     (lambda folder: tt.trainer(folder, more={"compute_loss_func": lambda *_, **__: None}), "compute_losses"),
     (lambda folder: tt.trainer(folder, tt.bert("QuestionAnswering")), r"BertForQuestionAnswering.*compute_losses"),
+    (lambda folder: tt.trainer(folder, Own(tt.bert("MaskedLM").config)), "Own has a forward of its .*: class_losses"),
+    (lambda folder: tt.trainer(folder, OwnFunction(tt.bert("MaskedLM").config)), "OwnFunction has a loss_function"),
+    *((lambda folder, n=name: tt.trainer(folder, changed(n)), f"has a {name} of its own .*compute_losses=")
+      for name in ("loss_function", "forward")),
+    *((lambda folder, n=name: tt.trainer(folder, unlike(n)), f"isn't known for {name}.*compute_losses")
+      for name in UNLIKE),
     (lambda folder: tt.trainer(folder).hyperparameter_search(n_trials=2), "spends privacy"),
     (lambda folder: tt.trainer(folder, compute_losses=3), "compute_losses must be a function .* got 3"),
     (lambda folder: tt.trainer(folder).task_losses(None, {"y": 0}), r"no entry named labels \(label_names .* only y;"),
@@ -292,6 +331,13 @@ def test_adapters_of_peft(tmp_path):
     assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
     subject.train(str(tmp_path / "checkpoint-2"))
     assert subject.state.global_step == 3
+
+
+def test_a_model_with_a_loss_of_its_own_trains_by_given_losses(tmp_path):
+    given = {"model": Own(tt.bert("SequenceClassification").config), "examples": tt.data(tt.labelled_text)}
+    subject = tt.trainer(tmp_path, **given, compute_losses=class_losses, max_steps=1)
+    subject.train()
+    assert subject.engine.steps_taken == 1
 
 
 def test_the_self_check_compares_losses(tmp_path):

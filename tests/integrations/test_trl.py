@@ -14,7 +14,7 @@ pytest.importorskip("peft")
 from datasets import Dataset
 from peft import LoraConfig
 from tiny_trl import PAIRS, TEXTS, dpo, drawn, gpt2, llama, privacy, sft
-from transformers import LlamaForCausalLM
+from transformers import LlamaModel
 from trl import DPOTrainer, RewardTrainer, SFTTrainer
 
 from ghostclip import PrivacyError, UnsupportedModelError, accounting
@@ -219,7 +219,7 @@ def test_unit_ids_names_the_column_of_users(tmp_path: Any) -> None:
         sft(tmp_path, data, more={"privacy": other}).train()
 
 
-class Crossing(LlamaForCausalLM):
+class Crossing(LlamaModel):
     """Attention over all tokens of a row before one's own, whatever document they are of."""
 
     def forward(self, *given: Any, position_ids: Any = None, **options: Any) -> Any:
@@ -228,7 +228,9 @@ class Crossing(LlamaForCausalLM):
 
 def test_attention_that_crosses_documents_is_refused(tmp_path: Any) -> None:
     """In the first step, before its release."""
-    more = {"model": Crossing(llama().config), "privacy": privacy(tmp_path, self_check=True)}
+    model = llama()
+    model.model = Crossing(model.config)
+    more = {"model": model, "privacy": privacy(tmp_path, self_check=True)}
     ours = sft(tmp_path, drawn(ROWS, TEXTS["text"]), more=more, **WHOLE, packing=True)
     with pytest.raises(UnsupportedModelError):
         ours.train()

@@ -13,7 +13,8 @@ from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from trl.data_utils import pack_dataset
 
-from ghostclip import PrivacyError
+from ghostclip import PrivacyError, UnsupportedModelError
+from ghostclip.integrations.huggingface_losses import next_token_losses
 from ghostclip.integrations.trl import PrivateSFTTrainer, private
 from ghostclip.integrations.trl_refusals import check_documents
 
@@ -55,6 +56,16 @@ def test_a_loss_of_the_batch_is_refused(tmp_path: Any) -> None:
     more = {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.mean()}
     with pytest.warns(FutureWarning), pytest.raises(PrivacyError, match="compute_loss_func gives one loss"):
         sft(tmp_path, drawn(2, TEXTS["text"]), more=more)
+
+
+def test_a_loss_of_the_model_s_own_is_refused(tmp_path: Any) -> None:
+    """But for pairs, whose losses are of log-probabilities alone."""
+    model = llama()
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM has a loss_function of its own .* next_token_"):
+        sft(tmp_path, drawn(2, TEXTS["text"]), more={"model": model})
+    sft(tmp_path, drawn(2, TEXTS["text"]), more={"model": model, "compute_losses": next_token_losses})
+    dpo(tmp_path, drawn(2, PAIRS["texts"]), more={"model": model})
 
 
 @pytest.mark.parametrize(
