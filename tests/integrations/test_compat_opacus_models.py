@@ -11,7 +11,14 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import tiny_trainers as tt
-from transformers import BatchEncoding, GPT2Config, GPT2ForSequenceClassification, default_data_collator
+from transformers import (
+    BatchEncoding,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    default_data_collator,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from ghostclip import LossShapeError
 from ghostclip.integrations.huggingface_losses import losses_for
@@ -83,6 +90,45 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "labels that are left out": ([1, -100], {}, "label"),
     "a sum": ([1], {"loss_reduction": "sum"}, r"batch\)\.sum"),
 }
+
+
+class Own(BertForSequenceClassification):
+    """A loss of its own in its forward, whose value is nearly the usual one's before the model has learned anything."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__(bert().config)
+        self.loss = loss
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        outputs = super().forward(input_ids=input_ids, output_hidden_states=True)
+        return SequenceClassifierOutput(self.loss(outputs, labels), outputs.logits)
+
+
+def entropy(**options: Any) -> Any:
+    return lambda outputs, labels: nn.functional.cross_entropy(outputs.logits, labels, **options)
+
+
+OWN = {
+    "smoothed": entropy(label_smoothing=0.5),
+    "weighted": entropy(weight=torch.tensor([0.9, 1.0, 1.1]).double()),
+    "and another": lambda outputs, labels: (
+        entropy()(outputs, labels) + 1e-3 * outputs.hidden_states[-1].square().mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_loss_of_the_model_s_own_is_not_replaced_by_the_usual_one(name: str) -> None:
+    model, optimizer, loader = private(Own(OWN[name]), tt.labelled_text)
+    own_loss(model, next(iter(loader))).backward()
+    with pytest.raises(LossShapeError, match="that the model computed itself"):
+        optimizer.step()
+
+
+def test_the_usual_loss_in_a_forward_of_the_model_s_own_is_clipped() -> None:
+    model, optimizer, loader = private(Own(entropy()), tt.labelled_text)
+    for step in train(loader, model, optimizer, own_loss):
+        assert_by_hand(step, own_loss, 5)
 
 
 @pytest.mark.parametrize("why", REFUSED)

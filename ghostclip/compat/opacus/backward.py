@@ -150,7 +150,7 @@ class ScalarLosses:
         if not places:
             return outputs
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-        own = [leaves[place] for place in places]
+        whole, own = leaves[:2], [leaves[place] for place in places]
         if self._less is not None:
             pairs = zip(leaves, self._less, strict=False)
             self._fixed[_kind(args, kwargs)] = [
@@ -165,7 +165,7 @@ class ScalarLosses:
             leaves[place] = output
         # Models of transformers return their loss first, and logits next.
         if self._mean and places[0] == 0 and leaves[0].dim() == 0 and len(leaves) > 1:
-            found = loss_of_rows(module, kwargs.get("labels"), leaves[0], leaves[1])
+            found = loss_of_rows(module, kwargs.get("labels"), whole[0], whole[1], leaves[1])
             leaves[0] = leaves[0] if found is None else found
         return tree_unflatten(leaves, structure)
 
