@@ -12,7 +12,7 @@ import lightning_runs as lr
 import private_runs as runs
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from ranks import on_ranks, told
 
 from ghostclip import LedgerError, PrivacyError, accounting
@@ -154,6 +154,27 @@ def test_trials_of_the_self_check_are_not_logged(tmp_path):
     real = sum(map(len, steps.sizes))
     assert len(CALLS) > real
     assert trainer.callback_metrics["batches"] == real
+
+
+class OnPlateau(lr.Module):
+    """A learning rate that follows a metric."""
+
+    def __init__(self, monitor):
+        super().__init__()
+        self.monitor = monitor
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return [optimizer], [{"scheduler": plateau, "monitor": self.monitor}]
+
+
+@pytest.mark.parametrize(("monitor", "private"), [("train_loss", True), ("train_loss_epoch", True), ("epsilon", False)])
+def test_what_follows_private_metrics_is_warned_of_once(monitor, private, tmp_path, caplog):
+    lr.fit(tmp_path, OnPlateau(monitor), callbacks=[EarlyStopping(monitor)])
+    said = [message for message in caplog.messages if "training follows metrics of the training data" in message]
+    names = ", ".join(f"{name}(monitor={monitor!r})" for name in ("EarlyStopping", "ReduceLROnPlateau"))
+    assert [message.partition(": ")[0] for message in said] == [names] * private
 
 
 def test_the_module_has_its_own_methods_again(tmp_path, caplog):

@@ -16,7 +16,13 @@ from ghostclip.engine.distributed import keep_unsynchronised
 from ghostclip.engine.earlier_engines import forget_earlier
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.integrations.lightning.fitting import TrainLoader, length_of, methods_for, replace_methods, transferred
-from ghostclip.integrations.lightning.refusals import check_accumulation, check_options, check_trainer, check_units
+from ghostclip.integrations.lightning.refusals import (
+    check_accumulation,
+    check_options,
+    check_trainer,
+    check_units,
+    watchers,
+)
 from ghostclip.integrations.refused_weights import accept, note, refuse_noted
 
 __all__ = ["PrivacyCallback"]
@@ -61,6 +67,7 @@ class PrivacyCallback(lightning.Callback):
         self._restored = False
         self._set_up = False  # from then on a fit that is refused may leave a checkpoint's weights in the module
         self._took_over = False  # the engine knows all that the states say
+        self._warned = False
         self._loader = TrainLoader(None, options)
         self._undo: list[Callable[[], None]] = []
 
@@ -133,8 +140,14 @@ class PrivacyCallback(lightning.Callback):
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Logs ``epsilon`` and ``privacy_step``, which are public."""
+        """Logs ``epsilon`` and ``privacy_step``, which are public; warns once of what follows private metrics."""
         assert self.engine is not None
+        if not self._warned and (found := watchers(trainer)):
+            self._warned = True
+            log.warning(
+                "%s: training follows metrics of the training data, which epsilon doesn't count; let it watch metrics "
+                "of public data", ", ".join(found),
+            )  # fmt: skip
         self._loader.charge_left_out()
         spent = {"epsilon": self.engine.epsilon(), "privacy_step": float(self.engine.steps_taken)}
         pl_module.log_dict(spent, sync_dist=trainer.world_size > 1, batch_size=1)

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import PrivacyError
 
-__all__ = ["check_accumulation", "check_fabric", "check_options", "check_trainer", "check_units"]
+__all__ = ["check_accumulation", "check_fabric", "check_options", "check_trainer", "check_units", "watchers"]
 
 STRATEGY = "the strategy {} has no exact per-example gradients; use 'auto' on one device, or 'ddp'"
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
@@ -116,6 +116,18 @@ def check_accumulation(trainer: Any) -> None:
             "the batch size of the loader is that of the step, and PrivacyCallback(max_physical_batch_size=...) what "
             "fits into memory"
         )
+
+
+def watchers(trainer: Any) -> list[str]:
+    """What follows a metric that ``training_step`` logged, in words."""
+    private = {each.meta.name for each in (trainer._results or {}).values() if each.meta.fx == "training_step"}
+    following = [*trainer.callbacks, *(each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau)]
+    watched = [(getattr(each, "scheduler", each), str(getattr(each, "monitor", None))) for each in following]
+    return [
+        f"{type(each).__name__}(monitor={name!r})"
+        for each, name in watched
+        if {name, name.removesuffix("_step"), name.removesuffix("_epoch")} & private
+    ]
 
 
 def _check_precision(precision: str, options: Mapping[str, Any], engine_steps: bool) -> None:
