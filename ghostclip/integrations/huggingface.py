@@ -10,7 +10,6 @@ import inspect
 import logging
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -39,6 +38,7 @@ from ghostclip.integrations.huggingface_loop import (
     Hooks,
     LogicalSteps,
     for_the_loop,
+    in_options_of_trainer,
     is_whole,
 )
 from ghostclip.integrations.huggingface_losses import ComputeLosses, losses_for
@@ -49,7 +49,9 @@ from ghostclip.integrations.huggingface_refusals import (
     check_trainer,
     refuse_published,
     refuse_spent,
+    warn_of_earlier_steps,
     warn_of_metrics,
+    warn_of_training_rows,
 )
 from ghostclip.integrations.refused_weights import accept, note, refuse_noted
 from ghostclip.sampling import LogicalBatch
@@ -119,6 +121,7 @@ class PrivateTrainer(Trainer):
         options |= dict(zip(list(inspect.signature(Trainer.__init__).parameters)[3:], others, strict=False))
         super().__init__(model=model, args=for_the_loop(args), **options)
         check_trainer(self)
+        warn_of_training_rows(options.get("train_dataset"), options.get("eval_dataset"))
         # Who resumes says so in `train`, at the latest.
         if options.get("train_dataset") is not None and not args.resume_from_checkpoint and not self._checkpoints():
             self._refuse_spent()
@@ -178,6 +181,7 @@ class PrivateTrainer(Trainer):
         if self._resume is None:
             self._refuse_spent()
             refuse_noted(self.model)
+            warn_of_earlier_steps(self.model, self.privacy.ledger_in(str(self.args.output_dir)))
         self._restored = False
         self._random: dict[str, Any] | None = None
         try:
@@ -302,8 +306,7 @@ class PrivateTrainer(Trainer):
         """
         options = self.privacy.for_engine(self.state.max_steps, str(self.args.output_dir))
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "the DataLoader's SequentialSampler is replaced")
+        with in_options_of_trainer():
             self.engine = PrivacyEngine(
                 self.model_wrapped, optimizer, steps.loader, batch_size=self.batch_size,
                 max_physical_batch_size=self._train_batch_size, unit_ids=self._users(), **options,

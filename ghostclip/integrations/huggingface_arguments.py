@@ -39,6 +39,8 @@ class PrivacyArguments(RefusesNames):
             private data.
         unit_ids: the name of a column of ``train_dataset`` that says whose each row is (or one value for each row, as
             for `PrivacyEngine`). A user is then the unit of privacy, and batch sizes count users. None: each row.
+        max_rows_per_unit: with ``unit_ids`` only: a user's first so many rows are used. None: all, of which
+            ``per_device_train_batch_size`` must have room for each user's.
         public_evaluation: states that the evaluation data are public, so that training may follow their metrics
             (``load_best_model_at_end``, early stopping) without a warning.
 
@@ -67,6 +69,7 @@ class PrivacyArguments(RefusesNames):
     ledger: str | None = None
     log_private_loss: bool = False
     unit_ids: str | None = None
+    max_rows_per_unit: int | None = None
     public_evaluation: bool = False
 
     def for_engine(self, steps: int, folder: str) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from ghostclip.sampling import LogicalBatch
 if TYPE_CHECKING:
     from ghostclip.integrations.huggingface import PrivateTrainer
 
-__all__ = ["STATE", "Collated", "Hooks", "LogicalSteps", "for_the_loop", "is_whole"]
+__all__ = ["STATE", "Collated", "Hooks", "LogicalSteps", "for_the_loop", "in_options_of_trainer", "is_whole"]
 
 # Within a checkpoint of Trainer: the folder of `PrivacyEngine.save`, and the file that Trainer writes last.
 STATE, LAST = "privacy", "trainer_state.json"
@@ -37,6 +39,18 @@ def for_the_loop(args: TrainingArguments) -> TrainingArguments:
     return args
 
 
+@contextmanager
+def in_options_of_trainer() -> Iterator[None]:
+    """Around the building of an engine: errors name what Trainer calls its options; its sampler is to be replaced."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the DataLoader's SequentialSampler is replaced")
+        try:
+            yield
+        except ValueError as error:
+            error.args = (str(error).replace("max_physical_batch_size", "per_device_train_batch_size"),)
+            raise
+
+
 class LogicalSteps:
     """Logical batches in the place of Trainer's data loader: each is one step of its loop.
 
@@ -48,6 +62,7 @@ class LogicalSteps:
 
     Attributes:
         dataset: the loader's.
+        batch_size: as given.
     """
 
     def __init__(
@@ -58,12 +73,12 @@ class LogicalSteps:
         units: int | None = None,
     ) -> None:
         self.loader, self.dataset = loader, loader.dataset
-        self._batch_size, self._batches, self._units = batch_size, batches, units
+        self.batch_size, self._batches, self._units = batch_size, batches, units
 
     def __len__(self) -> int:
         """Steps in an epoch, as `LogicalBatches` has them; Trainer asks before there is an engine."""
         size: int = len(self.dataset) if self._units is None else self._units  # type: ignore[arg-type]
-        return max(1, round(size / self._batch_size))
+        return max(1, round(size / self.batch_size))
 
     def __iter__(self) -> Iterator[LogicalBatch]:
         return self._batches()

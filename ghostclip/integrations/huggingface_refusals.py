@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ghostclip import accounting
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.integrations.huggingface_arguments import PrivacyArguments
+from ghostclip.integrations.huggingface_heads import base_model
+from ghostclip.integrations.huggingface_loop import STATE
 from ghostclip.integrations.huggingface_losses import LIBRARIES
-from ghostclip.ledger import Ledger
+from ghostclip.ledger import Head, Ledger
 from ghostclip.validate import flag, positive
 
 __all__ = [
@@ -24,7 +28,9 @@ __all__ = [
     "check_trainer",
     "refuse_published",
     "refuse_spent",
+    "warn_of_earlier_steps",
     "warn_of_metrics",
+    "warn_of_training_rows",
 ]
 
 # Share of a target from which a ledger counts as spent: noise is calibrated to less than 1e-4 below it.
@@ -118,6 +124,11 @@ def check_arguments(args: TrainingArguments) -> None:
         chosen = getattr(args, each, None) or {}
         if chosen.get("use_reentrant"):
             raise PrivacyError(f'{name}: use_reentrant=True hides the graph; use {{"use_reentrant": False}}')
+        if not chosen.get("preserve_rng_state", True):
+            raise PrivacyError(
+                f"{name}: with preserve_rng_state=False dropout is another when a part is computed again for its "
+                "gradients, which belong to no loss then; leave it out"
+            )
         if chosen.get("selective"):
             raise PrivacyError(
                 f"{name}: what selective=True keeps serves one backward, and clipping needs two; leave it out: "
@@ -182,6 +193,11 @@ def check_trainer(trainer: Trainer) -> None:
         )
     if trainer.accelerator.mixed_precision == "fp16":  # as by `accelerate launch --mixed_precision fp16`
         raise PrivacyError(f"accelerate was configured for float16, which {REFUSED['fp16'][1]}")
+    if any("ADALORA" in str(each.peft_type) for each in getattr(trainer.model, "peft_config", {}).values()):
+        raise PrivacyError(
+            "AdaLoRA chooses ranks (update_and_allocate) by the gradients that backward leaves in p.grad, of which a "
+            "private step has none; use LoraConfig, with a rank chosen beforehand"
+        )
     changed = [(owner, name) for name in REPLACED for owner in type(trainer).__mro__
                if name in vars(owner) and owner.__module__.partition(".")[0] not in LIBRARIES]  # fmt: skip
     for owner, name in changed:
@@ -228,6 +244,32 @@ def warn_of_metrics(trainer: Trainer, said: set[str]) -> None:
             "and say so by PrivacyArguments(public_evaluation=True), or on data that the guarantee needn't cover",
             ", ".join(found),
         )
+
+
+def warn_of_training_rows(trained: Any, evaluated: Any) -> None:
+    """Logs one warning where ``eval_dataset`` is, or has among several, the ``train_dataset``."""
+    several = list(evaluated.values()) if isinstance(evaluated, dict) else [evaluated]
+    if trained is not None and any(each is trained for each in several):
+        log.warning(
+            "eval_dataset is train_dataset: epsilon doesn't count its metrics, which logs, checkpoints and model cards "
+            "show beside it; evaluate on other data, or publish none of these"
+        )
+
+
+def warn_of_earlier_steps(model: Any, ledger: Ledger) -> None:
+    """Logs one warning where the weights are a private checkpoint's, whose steps the ledger doesn't have."""
+    place = str(getattr(getattr(base_model(model), "config", None), "_name_or_path", ""))
+    try:
+        manifest = json.loads(Path(place or os.devnull, STATE, "manifest.json").read_text(encoding="utf-8"))
+        head = Head(**manifest["manifest"]["state"]["ledger"]["dict"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if not (ledger.path.exists() and ledger.contains(head)):
+        log.warning(
+            "epsilon leaves out the steps that led to the weights of %s, which the ledger %s doesn't have: if the data "
+            "are the same, give PrivacyArguments(ledger=...) that training's ledger, or resume from the checkpoint",
+            place, ledger.path,
+        )  # fmt: skip
 
 
 def _followed(trainer: Trainer) -> list[str]:

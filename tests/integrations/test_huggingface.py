@@ -157,7 +157,7 @@ def test_the_logical_batch_is_that_of_a_device_times_accumulation(tmp_path):
     subject = tt.trainer(tmp_path, examples=tt.data(count=40), max_steps=-1, num_train_epochs=1.5)
     seen = Sizes(subject)
     subject.train()
-    assert subject.engine.batch_size == 6
+    assert subject.engine.batch_size == subject.callback_handler.train_dataloader.batch_size == 6
     assert subject.state.global_step == subject.engine.steps_taken == math.ceil(1.5 * round(40 / 6))
     assert all(size <= 2 for each in seen.sizes for size in each)
     assert len({sum(each) for each in seen.sizes}) > 1
@@ -253,6 +253,12 @@ def unlike(name):
     return model(model.config_class(**sizes, **UNLIKE[name]))
 
 
+def adapted_ranks(folder):
+    peft = pytest.importorskip("peft")
+    config = peft.AdaLoraConfig(task_type="SEQ_CLS", total_step=3, target_modules=["query"])
+    return tt.trainer(folder, peft.get_peft_model(tt.bert("SequenceClassification"), config))
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(tt.data())
@@ -283,11 +289,16 @@ REFUSED = [
       for name in ("loss_function", "forward")),
     *((lambda folder, n=name: tt.trainer(folder, unlike(n)), f"isn't known for {name}.*compute_losses")
       for name in UNLIKE),
+    (adapted_ranks, r"AdaLoRA chooses ranks .* use LoraConfig"),
     (lambda folder: tt.trainer(folder).hyperparameter_search(n_trials=2), "spends privacy"),
     (lambda folder: tt.trainer(folder, compute_losses=3), "compute_losses must be a function .* got 3"),
     (lambda folder: tt.trainer(folder).task_losses(None, {"y": 0}), r"no entry named labels \(label_names .* only y;"),
     (lambda folder: trainer_with(folder, gradient_checkpointing_kwargs={"use_reentrant": True}),
      r"^activation_checkpointing_kwargs \(gradient_checkpointing_kwargs in .*: use_reentrant=True hides"),
+    (lambda folder: trainer_with(folder, gradient_checkpointing_kwargs={"preserve_rng_state": False}),
+     r"^activation_checkpointing_kwargs \(.*: with preserve_rng_state=False dropout is another"),
+    (lambda folder: tt.trainer(folder, privacy=tt.repeatable(unit_ids=[1] * tt.EXAMPLES)).train(),
+     r"has 6 rows, .* at most 2; raise per_device_train_batch_size, or .*: max_rows_per_unit="),
 ]  # fmt: skip
 
 
@@ -412,6 +423,25 @@ def test_training_that_follows_metrics_is_warned_of_unless_they_are_public(name,
     expected = [] if public else ["EarlyStoppingCallback"] if name is None else [name, "EarlyStoppingCallback"]
     assert [message.partition(":")[0] for message in said] == expected
     assert all("PrivacyArguments(public_evaluation=True)" in message for message in said)
+
+
+ROWS = tt.data()
+EVALUATED = [(ROWS, True), ({"held out": tt.data(), "train": ROWS}, True), (tt.data(), False), (None, False)]
+
+
+@pytest.mark.parametrize(("evaluated", "warned"), EVALUATED)
+def test_metrics_of_the_training_data_are_warned_of(evaluated, warned, tmp_path, caplog):
+    tt.trainer(tmp_path, examples=ROWS, more={"eval_dataset": evaluated})
+    assert ("eval_dataset is train_dataset: epsilon doesn't count its metrics" in caplog.text) == warned
+
+
+def test_a_user_s_first_rows_are_used_where_they_are_capped(tmp_path):
+    users = [row // 3 for row in range(tt.EXAMPLES)]
+    private = tt.repeatable(unit_ids=users, max_rows_per_unit=1)
+    subject = tt.trainer(tmp_path, privacy=private, max_steps=1, gradient_accumulation_steps=1)
+    seen = Sizes(subject)
+    subject.train()
+    assert seen.sizes == [[2]]
 
 
 def test_unit_ids_are_values_or_a_column(tmp_path):

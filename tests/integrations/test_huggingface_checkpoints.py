@@ -121,6 +121,15 @@ def test_weights_of_a_refused_checkpoint_are_not_trained_further(tmp_path):
             again.train()
 
 
+@pytest.mark.parametrize(("ledger", "warned"), [("_privacy.ledger", False), ("other.ledger", True)])
+def test_steps_that_led_to_loaded_weights_are_missed_in_another_ledger(ledger, warned, tmp_path, caplog):
+    run(tmp_path, max_steps=2)
+    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-2")
+    private = repeatable(ledger=str(tmp_path / ledger))
+    trainer(tmp_path / "new", model, data(count=30), private, max_steps=1).train()
+    assert ("epsilon leaves out the steps that led to the weights of" in caplog.text) == warned
+
+
 def test_checkpoints_of_something_else_are_refused(tmp_path):
     """Without a privacy state, and without the ledger."""
     run(tmp_path, stop=3)
