@@ -1901,6 +1901,13 @@ INTEGRATED = [
         ("tests/integrations/test_compat_opacus_models.py",),
     ),
     Mutant(
+        "a classifier's own loss is compared by its value alone",
+        "ghostclip/compat/opacus/model_losses.py",
+        "    same &= (own - mean).nan_to_num().norm() <= close * size\n",
+        "",
+        ("tests/integrations/test_compat_opacus_models.py",),
+    ),
+    Mutant(
         "a warning of steps that the accountant counts",
         "ghostclip/compat/opacus/accountants.py",
         "        return engine in self.engines\n",

@@ -50,4 +50,5 @@ def loss_of_rows(model: nn.Module, labels: Any, loss: Tensor, logits: Any, rows:
     same = torch.isclose(found.detach(), loss.detach().to(found.dtype), rtol=close, atol=close, equal_nan=True)
     # What cancels leaves the rounding of numbers of size one, each over their count.
     size = mean.nan_to_num().norm() + mean.numel() ** -0.5
-    return found if bool(same & ((own - mean).nan_to_num().norm() <= close * size)) else None
+    same &= (own - mean).nan_to_num().norm() <= close * size
+    return found if bool(same) else None
