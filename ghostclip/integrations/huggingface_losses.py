@@ -37,7 +37,7 @@ OF_ANOTHER_LOSS = {
     "ProphetNetForConditionalGeneration", "XLMProphetNetForConditionalGeneration", "BrosForTokenClassification",
 }  # fmt: skip
 # Libraries whose forwards and losses are known.
-LIBRARIES = ("transformers", "peft", "trl", "ghostclip")
+LIBRARIES = ("transformers", "peft", "trl", "accelerate", "torch", "ghostclip")
 # Those that take labels which were shifted before: each stands at the place of the token before it.
 SHIFTED_BEFORE = {
     "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
