@@ -683,7 +683,7 @@ SEVERAL_RANKS = [
     ),
     Mutant(
         "every rank takes the whole sample",
-        "ghostclip/sampling/batches.py",
+        "ghostclip/sampling/draws.py",
         "    chosen = chosen[rank::ranks]\n",
         "",
         (*RANKS, "-k", "steps_of_one"),
@@ -2019,8 +2019,8 @@ CHECKED = [
     Mutant(
         "check looks at no buffers",
         CHECKING,
-        "found = [test.kept(), test.mixed()]",
-        "found = [test.mixed()]",
+        "found = [test.kept(), test.read(), test.mixed(), test.ignored()]",
+        "found = [test.read(), test.mixed(), test.ignored()]",
         ("tests/clipper/test_check_lines.py",),
     ),
     Mutant(
@@ -2434,8 +2434,8 @@ OF_COMPANY = [
     Mutant(
         "loading again leaves other random numbers",
         LOADING,
-        "        with trying(), drawing_from(random_states()):\n",
-        "        with trying():\n",
+        "        with trying(), drawing_from(random_states()):\n            examples, drew",
+        "        with trying():\n            examples, drew",
         (*COLLATED, "-k", "no_trace"),
     ),
     Mutant(
@@ -2658,7 +2658,7 @@ OF_COMPANY = [
     Mutant(
         "check doesn't try halves",
         CHECKING,
-        "found = [test.kept(), test.mixed()]\n",
+        "found = [test.kept(), test.read(), test.mixed(), test.ignored()]\n",
         "found = [test.kept(), test.place()]\n",
         (*COLLATED, "-k", "check"),
     ),
@@ -4597,7 +4597,7 @@ USED = [
     Mutant(
         "engines inside of a search are not noted",
         "ghostclip/engine/earlier_engines.py",
-        "    note_charges(engine._spending._runs)\n",
+        "    note_charges(engine._spending._runs, built=True)\n",
         "",
         CHARGES,
     ),
@@ -5091,8 +5091,8 @@ SEEDED_AND_CHARGED = [
     Mutant(
         "a private training draws dropout and augmentation by the user's seed",
         "ghostclip/sampling/batches.py",
-        "            seed_anew()\n",
-        "            pass\n",
+        "        if self._protected:\n",
+        "        if False:\n",
         ("tests/privacy/test_engine_sampling.py", "-k", "follow_no_seed"),
     ),
     Mutant(
