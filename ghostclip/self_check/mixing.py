@@ -163,12 +163,11 @@ class MixingTest:
             whole, again = trial.rows.read_together(trial.every), trial.rows.read_together(trial.every)
             if whole is None or again is None or _changed(whole.rows, again.rows, trial.every):
                 return None
-            for _ in range(1 + MORE_PARTS):
-                kept = self._dice.sample(trial.every, max(1, len(trial.every) // 2))
-                read = trial.rows.read_together(self._replaced(kept))
-                if read is not None and _changed(whole.rows, read.rows, kept):
-                    chosen = [read, *(trial.rows.read_together(self._replaced(kept)) for _ in range(CHOICES))]
-                    return OF_READING if all(each and each.states == whole.states for each in chosen) else None
+            kept = self._dice.sample(trial.every, max(1, len(trial.every) // 2))
+            read = trial.rows.read_together(self._replaced(kept))
+            if read is not None and _changed(whole.rows, read.rows, kept):
+                chosen = [read, *(trial.rows.read_together(self._replaced(kept)) for _ in range(CHOICES))]
+                return OF_READING if all(each and each.states == whole.states for each in chosen) else None
         except Exception as error:  # a data set need not give a row twice
             log.info("rows of the data set are not compared: %s: %s", type(error).__name__, error)
         return None
