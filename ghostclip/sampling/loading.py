@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -254,8 +255,8 @@ def seed_anew() -> None:
         torch.seed()
     else:
         torch.default_generator.seed()  # torch.seed takes 2 ms where there is no GPU
-    np.random.seed()
-    random.seed()
+    np.random.seed(int.from_bytes(os.urandom(4), "little"))  # by itself it takes 0.2 ms
+    random.seed(int.from_bytes(os.urandom(16), "little"))
 
 
 def runs_code(loader: DataLoader[Any]) -> bool:
