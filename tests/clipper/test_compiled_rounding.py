@@ -68,7 +68,9 @@ def worst(case, clipping=MAX_NORM, **options):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.one_in(math.inf)
 def test_gradients_that_cancel_in_graphs(name, monkeypatch):
+    """Of Gram forms that cancel a graph gives no result, and such batches run without it."""
     interpret(monkeypatch)
+    monkeypatch.setattr(compiling, "MOST_WITHOUT_RESULT", 1000)
     assert worst(CASES[name], norm_strategy="gram") <= SHARE
     assert worst(CASES[name], second_pass="cached", norm_strategy="direct") <= SHARE
     assert worst(CASES[name], PerLayer(MAX_NORM)) <= SHARE

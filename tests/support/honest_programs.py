@@ -25,7 +25,7 @@ SIZES = (
     (5,), (2, 0, 4), (3, 3, 3, 3), (7, 1, 2, 2), (4, 2),
 )  # fmt: skip
 # What torch itself, or a helper of the model's, can't compute in bfloat16.
-WIDE_ONLY = ("bare complex product", "bare turned by angles", "windows")
+WIDE_ONLY = ("bare complex product", "bare turned by angles", "bare distances", "windows")
 
 
 def _layer(case: Case) -> Program:

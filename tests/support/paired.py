@@ -68,7 +68,10 @@ class Pair:
         return ghostclip.GhostClipper(self.model, clipping, second_pass=second_pass, norm_strategy=strategy)
 
     def ratio(self, clipper: ghostclip.GhostClipper, adversary: str) -> float:
-        """How far the one more example moves the sum, over the bound; inf where a sum isn't finite."""
+        """How far the one more example moves the sum, over the bound; inf where a sum isn't finite.
+
+        0 where saturated gates of a projected LSTM are refused.
+        """
         whole = [
             _changed(value, dim, ADVERSARIES[adversary])
             for value, dim in zip(self.inputs, self.row.batch_dims, strict=True)
@@ -77,7 +80,12 @@ class Pair:
             value if dim is None else value.detach().narrow(dim, 0, OTHERS).requires_grad_(value.requires_grad)
             for value, dim in zip(self.inputs, self.row.batch_dims, strict=True)
         ]
-        moved = float((self._sum(clipper, whole) - self._sum(clipper, fewer)).norm()) / self.bound
+        try:
+            moved = float((self._sum(clipper, whole) - self._sum(clipper, fewer)).norm()) / self.bound
+        except ghostclip.UnsupportedModelError as error:
+            if "gates of this LSTM with proj_size have gradients of zero" not in str(error):
+                raise
+            return 0.0
         return moved if moved == moved else float("inf")
 
     def _sum(self, clipper: ghostclip.GhostClipper, inputs: Sequence[Tensor]) -> Tensor:
