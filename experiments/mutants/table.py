@@ -5098,7 +5098,7 @@ SEEDED_AND_CHARGED = [
     Mutant(
         "a private training draws dropout by the seeds that its data set sets",
         "ghostclip/sampling/batches.py",
-        "        if self._plan.runs_code:",
+        "        if self._plan.reseeds:",
         "        if False:",
         ("tests/privacy/test_engine_sampling.py", "-k", "no_seed_of_its_data"),
     ),

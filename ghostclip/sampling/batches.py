@@ -72,6 +72,8 @@ class LogicalBatches:
         loop: finds the loop that was given the last batch; None once it is gone.
         check_size: raises PrivacyError where the data set's length has changed.
         rows_digest: of the rows that a `Subset` picks.
+        reseeds: whether random numbers are seeded anew after each physical batch, since the user's code that loads it
+            in this process may have seeded what the forward draws.
 
     Raises:
         PrivacyError: the data set has no random access, or the loader has a sampler that can't be replaced.
@@ -133,7 +135,7 @@ class LogicalBatches:
         self._draws: Draws | None = None
         self.loop: Callable[[], _Loop | None] = lambda: None
         self._process = os.getpid()
-        self._epoch, self._taken, self._staged, self._protected, self.runs_code = 0, 0, False, False, False
+        self._epoch, self._taken, self._staged, self._protected, self.reseeds = 0, 0, False, False, False
         if given is not None:
             say_sampler_is_replaced(given, self.scheme.words)
         if self._users is None:
@@ -206,7 +208,7 @@ class LogicalBatches:
         if private:
             self._protected, self._open = True, partial(self._open, generator=None)
             self._loader = self._open()
-            self.runs_code = runs_code(self._loader)
+            self.reseeds = runs_code(self._loader)
 
     def event(self, noise_multiplier: float) -> SampledRelease:
         """What the release of a noisy sum over one logical batch is to be charged as."""
@@ -379,7 +381,7 @@ class _Epoch:
             )
         self._in_step = False
         examples = self._next()
-        if self._plan.runs_code:  # which may have seeded what the forward draws
+        if self._plan.reseeds:
             seed_anew()
         self._waiting -= 1
         self._in_step = True

@@ -174,7 +174,8 @@ class MixingTest:
 
     def _replaced(self, kept: Sequence[int]) -> list[int]:
         """All places, those that aren't ``kept`` by random ones of these."""
-        return [row if row in set(kept) else self._dice.choice(kept) for row in self._trial.every]
+        stay = set(kept)
+        return [row if row in stay else self._dice.choice(kept) for row in self._trial.every]
 
     def mixed(self) -> Finding | None:
         """How losses depend on other examples."""
@@ -196,11 +197,11 @@ class MixingTest:
         return company if self._batch_moves() else self.place() or company
 
     def ignored(self) -> Finding | None:
-        """Whether losses that differ from row to row stay when copies of a row replace half of the batch."""
-        trial, first, kept = self._trial, self._trial.first.losses, self._halves[0]
-        index = [row if row in set(kept) else kept[self._pick % len(kept)] for row in trial.every]
+        """Whether losses that differ from row to row stay when copies of one row replace all others."""
+        trial, first = self._trial, self._trial.first.losses
         if self.compared or first.dim() != 1 or not len(first):
             return None
+        index = self._replaced(self._halves[0][:1])
         other = first[index] if len(first) == len(index) else first[:1].expand_as(first)
         try:
             found = trial.run(index, norms=trial.draws)
