@@ -1138,8 +1138,8 @@ MIXED = [
     Mutant(
         "random numbers by the data are refused",
         MIXING_TEST,
-        "                if self._draws_alike(part):\n",
-        "                if True:\n",
+        "                if self._draws_alike(part, ",
+        "                if True or self._draws_alike(part, ",
         (*COMPARED, "-k", "honest and drawn"),
     ),
     Mutant(
@@ -2420,8 +2420,8 @@ OF_COMPANY = [
     Mutant(
         "data sets that read several at once are read one by one",
         LOADING,
-        "not drew or not _are_single(examples, rows)",
-        "not _are_single(examples, rows)",
+        "if read is None or read.one_by_one:",
+        "if read is None or read.single:",
         COLLATED,
     ),
     Mutant(
@@ -2434,8 +2434,8 @@ OF_COMPANY = [
     Mutant(
         "loading again leaves other random numbers",
         LOADING,
-        "        with trying(), drawing_from(random_states()):\n            examples, drew",
-        "        with trying():\n            examples, drew",
+        "        with trying(), drawing_from(random_states()):\n            read = ",
+        "        with trying():\n            read = ",
         (*COLLATED, "-k", "no_trace"),
     ),
     Mutant(
@@ -4422,14 +4422,14 @@ USED = [
     Mutant(
         "the first entry of what a data set reads is its first example",
         LOADING,
-        "not drew or not _are_single(examples, rows)",
-        "not drew",
+        "if read is None or read.one_by_one:",
+        "if read is None or read.drew:",
         (*COLLATED, "-k", "reads_a_batch"),
     ),
     Mutant(
         "random numbers that a data set draws for several rows aren't seen",
         LOADING,
-        "drew or after != before)",
+        "read.drew or after != before)",
         "after != before)",
         (*COLLATED, "-k", "reads_a_batch"),
     ),
@@ -5105,8 +5105,8 @@ SEEDED_AND_CHARGED = [
     Mutant(
         "where other rows draw another number of random numbers, rows count as mixed",
         "ghostclip/self_check/mixing.py",
-        "all(each and each.states == whole.states for each in chosen)",
-        "True",
+        "or read.states != whole.states:\n                return None\n            if self._draws_alike(",
+        ":\n                return None\n            if True or self._draws_alike(",
         ("tests/engine/test_collated.py", "-k", "by_content"),
     ),
     Mutant(
@@ -5126,8 +5126,8 @@ SEEDED_AND_CHARGED = [
     Mutant(
         "rows that a data set mixes are not looked for where it draws random numbers",
         "ghostclip/self_check/mixing.py",
-        "return OF_READING if all(each and each.states == whole.states for each in chosen) else None",
-        "return None",
+        "return OF_READING\n",
+        "return None\n",
         ("tests/engine/test_collated.py", "-k", "reads_several"),
     ),
     Mutant(

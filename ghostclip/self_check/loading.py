@@ -37,10 +37,20 @@ class Loaded(NamedTuple):
 
 
 class ReadRows(NamedTuple):
-    """Examples that were read by one call, and the random states after it."""
+    """What one call of a data set gave for some rows, and the random states after it.
 
-    rows: list[Any]
+    ``drew``: whether it drew random numbers. ``single``: whether ``examples`` is a list of one example for each row.
+    """
+
+    examples: Any
     states: tuple[Any, ...]
+    drew: bool
+    single: bool
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether losses need these rows read by themselves: here a row's random numbers follow those before it."""
+        return self.drew and self.single
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,56 +88,39 @@ class LoadedRows:
     def load(self, index: Sequence[int]) -> Loaded:
         """The batch of the rows in the places ``index``, in this order; a row may come several times."""
         with trying(), drawing_from(random_states()):
-            examples, drew = self._fetch([self.rows[place] for place in index])
-            lengths = [length_of(example) for example in examples] if _are_single(examples, index) else []
+            read = self.read_together(index) if self.reads_several else None
+            if read is None or read.one_by_one:
+                read = ReadRows([self._example(self.rows[place]) for place in index], (), drew=False, single=True)
+            lengths = [length_of(example) for example in read.examples] if read.single else []
             before = _seeded(self.seed)
-            batch = self.transform(self.collate(examples))
+            batch = self.transform(self.collate(read.examples))
             after = random_states()
-        return Loaded(batch, lengths, after, drew or after != before)
+        return Loaded(batch, lengths, after, read.drew or after != before)
 
-    def read_together(self, index: Sequence[int]) -> ReadRows | None:
-        """The examples in these places, read by one call of the data set under the seed.
+    @property
+    def reads_several(self) -> bool:
+        """Whether the data set reads several rows by one call."""
+        return bool(getattr(self.dataset, "__getitems__", None))
 
-        None where it reads rows one by one, draws no random numbers for several, or gives them as one batch.
-        """
-        if (several := getattr(self.dataset, "__getitems__", None)) is None:
-            return None
+    def read_together(self, index: Sequence[int]) -> ReadRows:
+        """The rows in these places, read by one call of the data set under the seed."""
         with trying(), drawing_from(random_states()):
             before = _seeded(self.seed)
-            examples = several([self.rows[place] for place in index])
-            read = ReadRows(examples, random_states())
-            return read if read.states != before and _are_single(examples, index) else None
-
-    def _fetch(self, rows: list[int]) -> tuple[Any, bool]:
-        """The examples, and whether random numbers were drawn for all of them together.
-
-        A data set that reads several rows at once does so here, if it draws no random numbers for it. It does so too if
-        it gives the rows as one batch.
-        """
-        if several := getattr(self.dataset, "__getitems__", None):
-            before = _seeded(self.seed)
-            examples, drew = several(rows), random_states() != before
-            if not drew or not _are_single(examples, rows):
-                return examples, drew
-        return [self._example(row) for row in rows], False
+            examples = self.dataset.__getitems__([self.rows[place] for place in index])
+            states = random_states()
+        return ReadRows(examples, states, states != before, isinstance(examples, list) and len(examples) == len(index))
 
     def _example(self, row: int) -> Any:
         """One example, read once: reading may take long, and a collate function may change what it gets."""
         if row not in self.read:
             _seeded(hash((self.seed, row)) % 2**32)
-            several = getattr(self.dataset, "__getitems__", None)
-            self.read[row] = several([row])[0] if several else self.dataset[row]
+            self.read[row] = self.dataset.__getitems__([row])[0] if self.reads_several else self.dataset[row]
         example = self.read[row]
         try:
             # A copy of a part of a large tensor would have all of it.
             return copy.deepcopy(example, {id(tensor): tensor.clone() for _, tensor in tensors_of(example, 0)})
         except Exception:  # what can't be copied is read each time
             return self.read.pop(row)
-
-
-def _are_single(examples: Any, rows: Sequence[int]) -> bool:
-    """Whether what a data set gave for some rows is a list of one example for each."""
-    return isinstance(examples, list) and len(examples) == len(rows)
 
 
 def rows_of(batch: Any, examples: int) -> LoadedRows:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
 from ghostclip.clipper.cutting import sizes_of, tensors_of
-from ghostclip.clipper.trial import HELD
+from ghostclip.self_check.loading import ReadRows
 from ghostclip.self_check.mixing_place import mixing_place
 from ghostclip.self_check.trial_losses import TrialLosses, same, unlike
 from ghostclip.wrap import Finding
@@ -136,13 +136,10 @@ class MixingTest:
             return None
         names = unlike(once.left, after.left, "attribute")
         if trial.differ(once.losses, after.losses):
-            names += [name for kind, name in trial.changed if kind == "attribute"]
-            objects = [key for key in trial.changed if key[0] == "object"]
             # A list or the like is named before a number, which may be a count.
-            held = [
-                key for key in objects if key in trial.untouched.left and type(trial.untouched.left[key][0]) in HELD
-            ]
-            return "attribute", [*names, *(name for _, name in (*held, *objects))][0]
+            kinds = "attribute", "container", "object"
+            names += [name for kind in kinds for own, name in trial.changed if own == kind]
+            return "attribute", names[0]
         if names:
             self._say(
                 f"the attribute {names[0]!r} keeps something of the examples, which no loss depends on so far: it is "
@@ -158,16 +155,16 @@ class MixingTest:
         drawn for other rows, these move the random numbers of all after them, and nothing can be told. Padded rows
         aren't compared.
         """
-        trial = self._trial
+        rows, every = self._trial.rows, self._trial.every
         try:
-            whole, again = trial.rows.read_together(trial.every), trial.rows.read_together(trial.every)
-            if whole is None or again is None or _changed(whole.rows, again.rows, trial.every):
+            if not rows.reads_several or not (whole := rows.read_together(every)).one_by_one:
                 return None
-            kept = self._dice.sample(trial.every, max(1, len(trial.every) // 2))
-            read = trial.rows.read_together(self._replaced(kept))
-            if read is not None and _changed(whole.rows, read.rows, kept):
-                chosen = [read, *(trial.rows.read_together(self._replaced(kept)) for _ in range(CHOICES))]
-                return OF_READING if all(each and each.states == whole.states for each in chosen) else None
+            kept = self._dice.sample(every, max(1, len(every) // 2))
+            read, again = rows.read_together(self._replaced(kept)), rows.read_together(every)
+            if _changed(whole, again, every) or not _changed(whole, read, kept) or read.states != whole.states:
+                return None
+            if self._draws_alike(kept, lambda index: rows.read_together(index).states, whole.states):
+                return OF_READING
         except Exception as error:  # a data set need not give a row twice
             log.info("rows of the data set are not compared: %s: %s", type(error).__name__, error)
         return None
@@ -255,7 +252,7 @@ class MixingTest:
         for part in parts:
             test = partial(self._copies_move, part=part)
             if test(trial):
-                if self._draws_alike(part):
+                if self._draws_alike(part, lambda index: trial.seen(index)[1], trial.seen(trial.every)[1]):
                     return test
                 self._say("other random numbers are drawn for other data")
                 self.compared = False
@@ -322,12 +319,9 @@ class MixingTest:
             index[row] = row
         return index
 
-    def _draws_alike(self, part: Sequence[int]) -> bool:
-        """Whether the same random numbers are drawn whichever rows of ``part`` stand in the other places."""
-        fixed, places = set(part), self._trial.every
-        chosen = [[row if row in fixed else self._dice.choice(part) for row in places] for _ in range(CHOICES)]
-        _, expected = self._trial.seen(places)
-        return all(self._trial.seen(index)[1] == expected for index in chosen)
+    def _draws_alike(self, kept: Sequence[int], drawn_for: Callable[[Sequence[int]], Any], expected: Any) -> bool:
+        """Whether the same random numbers are drawn whichever of the rows ``kept`` stand in the other places."""
+        return all(drawn_for(self._replaced(kept)) == expected for _ in range(CHOICES))
 
     def _repeats(self, test: Test) -> bool:
         """Whether a test finds something each time, and runs of the unchanged batch, in random order, never do.
@@ -386,9 +380,9 @@ def _tensors_in(example: Any) -> dict[tuple[str, torch.Size], Tensor]:
     return {(name, each.shape): each for name, each in found}
 
 
-def _changed(these: Sequence[Any], those: Sequence[Any], places: Iterable[int]) -> bool:
+def _changed(these: ReadRows, those: ReadRows, places: Iterable[int]) -> bool:
     """Whether a tensor of an example in one of these places is another one, of the same shape."""
-    both = ((_tensors_in(these[place]), _tensors_in(those[place])) for place in places)
+    both = ((_tensors_in(these.examples[place]), _tensors_in(those.examples[place])) for place in places)
     pairs = ((one[key], other[key]) for one, other in both for key in one.keys() & other)
     return not all(same(*pair) for pair in pairs)
 

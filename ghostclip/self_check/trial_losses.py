@@ -39,8 +39,8 @@ OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 log = logging.getLogger("ghostclip")
 
 # {(kind, name): value} of all that a model keeps from one forward to the next. Of a "buffer" and an "attribute" (a
-# tensor or array that isn't registered) it is a copy; of another "object" the object and what is in it; of a "frozen
-# parameter" itself (or its shard) and numbers that tell whether it was written to.
+# tensor or array that isn't registered) it is a copy; of a "container" (list, dict, set or deque) or another "object"
+# itself, and what is in it; of a "frozen parameter" itself (or its shard) and numbers that tell of writes to it.
 State = dict[tuple[str, str], Any]
 
 
@@ -236,8 +236,10 @@ def _state_of(model: nn.Module) -> State:
             name = f"{path}.{own}" if path else own
             if (tensor := tensor_in(value)) is not None:
                 found["attribute", name] = tensor.detach().clone()
+            elif type(value) in HELD:
+                found["container", name] = value, tuple(map(id, contents_of(value)))
             else:
-                found["object", name] = value, tuple(map(id, contents_of(value))) if type(value) in HELD else ()
+                found["object", name] = (value,)
     return found
 
 
