@@ -71,8 +71,7 @@ class SelfCheck:
         self._tried, self._dice = Sizes(), random.Random()
         # Not the batch itself, which holds its data loader's workers.
         self._left, self._seen = STEPS, weakref.ref[Any](self)
-        # Whether the user was told of comparisons of losses, or of why there are none; and what else was said.
-        self._told, self._said = False, set[str]()
+        self._said = set[str]()
         # Why the last comparison failed; said only where the step itself succeeds, whose error says the same otherwise.
         self._failure = ""
 
@@ -135,7 +134,7 @@ class SelfCheck:
                 "than all before",
                 STEPS, MOST, SELDOM,
             )  # fmt: skip
-        self._seen, self._left, self._told = weakref.ref(logical), self._left - 1, True
+        self._seen, self._left = weakref.ref(logical), self._left - 1
         return True
 
     def _some(self, batch: Any, rows: LoadedRows, larger: bool, most: int) -> LoadedRows:
@@ -194,14 +193,12 @@ class SelfCheck:
 
     def cannot_compare(self) -> None:
         """Says once that losses came without a loss function; not after a step with one, or `ghostclip.check`."""
-        if self._wanted and not self._told:
-            self._told = True
-            if self._model not in CHECKED:
-                log.warning(
-                    "a loop that computes its own losses has no test of whether a loss depends on other examples of "
-                    "its batch, by padding to the longest for instance, and epsilon holds only if none does: call "
-                    "ghostclip.check(model, loss_fn, loader) once before it"
-                )
+        if self._wanted and self._left == STEPS and self._model not in CHECKED:
+            self._say(
+                "a loop that computes its own losses has no test of whether a loss depends on other examples of "
+                "its batch, by padding to the longest for instance, and epsilon holds only if none does: call "
+                "ghostclip.check(model, loss_fn, loader) once before it"
+            )
 
     def released(self, held: Collection[nn.Parameter]) -> None:
         """To be called when the noisy gradients of the optimizer's parameters ``held`` are in place."""
