@@ -142,8 +142,6 @@ def _first_place(
 
 def _first_moved(before: Tensor, after: Tensor, changed: int) -> int | None:
     """The first row, other than the changed one, that is not what it was; None where all are."""
-    if not before.is_floating_point():
-        return None
     before, after = before.detach().reshape(len(before), -1), after.detach().reshape(len(after), -1)
     scale = TOLERANCE * float(before.nan_to_num(posinf=0, neginf=0).abs().max()) if before.numel() else 0.0
     same = torch.isclose(before, after, rtol=0, atol=scale, equal_nan=True).all(1)
