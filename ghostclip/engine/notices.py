@@ -65,9 +65,8 @@ class Notices:
         self.facts = (self.facts[0] + seen, self.facts[1] + finite)
 
     def agree(self, of_ranks: Sequence[tuple[int, int]]) -> None:
-        """Adds up the ``facts`` of all ranks; [] where there is one."""
-        if of_ranks:
-            self.facts = (sum(seen for seen, _ in of_ranks), sum(finite for _, finite in of_ranks))
+        """Adds up the ``facts`` of all ranks."""
+        self.facts = (sum(seen for seen, _ in of_ranks), sum(finite for _, finite in of_ranks))
 
     def stepping(self, parameters: Sequence[nn.Parameter]) -> None:
         """A step is being taken, which moves these parameters."""

@@ -326,8 +326,4 @@ class StepRecord:
         if not results:
             return cls(*map(torch.zeros, (0, 0, 0)))
         first, *others = [(result.losses, result.norms, result.weights) for result in results]
-        return cls(*(tree_map(_joined, first, *others) if others else first))
-
-
-def _joined(*parts: Any) -> Any:
-    return torch.cat(parts)
+        return cls(*(tree_map(lambda *parts: torch.cat(parts), first, *others) if others else first))
