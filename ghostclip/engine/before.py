@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ghostclip import accounting
-from ghostclip.engine.charges import Noises
-from ghostclip.errors import PrivacyError
+from ghostclip.engine.charges import Noises, check_kinds
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger
 from ghostclip.noise.mean import PREFIX, PrivateMean
@@ -50,13 +49,8 @@ class Before:
 
     def check_like(self, step: Event) -> None:
         """Raises PrivacyError where a release is about other neighbours than the training's steps."""
-        for each in self.planned:
-            if (each.relation, each.unit) != (step.relation, step.unit):
-                raise PrivacyError(
-                    f"what was released before (about {each.relation} of one {each.unit}) and the steps (about "
-                    f"{step.relation} of one {step.unit}) protect different things and don't add up to one guarantee; "
-                    "leave before out, or give private_mean the engine's neighboring and the engine no unit_ids"
-                )
+        remedy = "leave before out, or give private_mean the engine's neighboring and the engine no unit_ids"
+        check_kinds(self.planned, step, remedy)
 
     def check_target(self, epsilon: float, delta: float) -> None:
         """Raises ValueError where these releases alone don't leave anything of the target."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from ghostclip import accounting
 from ghostclip.engine.before import is_of_a_step
-from ghostclip.engine.charges import Noises, Runs, Told, counted, events_of, joined, steps_of
+from ghostclip.engine.charges import Noises, Runs, Told, check_kinds, counted, events_of, joined, steps_of
 from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.step_plan import MOST, StepPlan, StepSettings
 from ghostclip.errors import BudgetExceededError, PrivacyError
@@ -27,6 +27,8 @@ from ghostclip.validate import one_of, positive
 __all__ = ["Spending"]
 
 log = logging.getLogger("ghostclip")
+
+OTHER_LEDGER = "use another ledger for them"
 
 # {path of a ledger: what the leading rank told any engine of this process last, about everything in it}
 _told_last: dict[str, Told] = {}
@@ -95,7 +97,7 @@ class Spending:
         self._start_run()
         before = self._plan.before
         try:
-            self._refuse_other_relations(self._everything)
+            check_kinds(self.events, self._first, OTHER_LEDGER)
             before.charge(self.ledger)
         except PrivacyError:
             self.close()
@@ -130,17 +132,6 @@ class Spending:
         if not self._ranks.leads:
             return self._told.head
         return None if self.ledger is None else dict(vars(self.ledger.head))
-
-    def _refuse_other_relations(self, runs: Runs) -> None:
-        """Raises PrivacyError when what was spent doesn't add up with the steps to come."""
-        mine = self._first.relation, self._first.unit
-        for other in events_of(runs):
-            if (other.relation, other.unit) != mine:
-                raise PrivacyError(
-                    f"what was spent before ({other.relation} of one {other.unit}) and the steps of this engine "
-                    f"({mine[0]} of one {mine[1]}) protect different things and don't add up to one guarantee; use "
-                    "another ledger for them"
-                )
 
     @property
     def unit(self) -> str:
@@ -193,7 +184,7 @@ class Spending:
         self._shared(partial(self._add, runs, noises))
 
     def _add(self, runs: Runs, noises: Noises) -> None:
-        self._refuse_other_relations(runs)
+        check_kinds(events_of(runs), self._first, OTHER_LEDGER)
         self._refuse_two_continuations(runs)
         self._added += 1
         for run, spent in runs.items():

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ghostclip.errors import PrivacyError
 from ghostclip.events import Event, mechanism_of, merged, within
 
-__all__ = ["Noises", "Runs", "Told", "counted", "events_of", "generators_in_words", "joined", "steps_of"]
+__all__ = ["Noises", "Runs", "Told", "check_kinds", "counted", "events_of", "generators_in_words", "joined", "steps_of"]
 
 # {random name of a run: how often each event (of count 1) was charged by it}
 Runs = Mapping[str, Mapping[Event, int]]
@@ -56,6 +57,17 @@ def counted(spent: Iterable[Event]) -> Counter[Event]:
 def steps_of(mechanism: str, runs: Runs) -> int:
     """How many steps of a mechanism runs were charged."""
     return sum(count for spent in runs.values() for event, count in spent.items() if mechanism_of(event) == mechanism)
+
+
+def check_kinds(spent: Iterable[Event], step: Event, remedy: str) -> None:
+    """Raises PrivacyError where what was spent is about other neighbours than the training's steps."""
+    for each in spent:
+        if (each.relation, each.unit) != (step.relation, step.unit):
+            raise PrivacyError(
+                f"what was released before (about {each.relation} of one {each.unit}) and the steps of this engine "
+                f"(about {step.relation} of one {step.unit}) protect different things and don't add up to one "
+                f"guarantee; {remedy}"
+            )
 
 
 def generators_in_words(noises: Noises) -> str:
