@@ -45,18 +45,9 @@ class LogicalBatches:
     Args:
         data: a map-style dataset, or a DataLoader. A loader's dataset, collate_fn, workers and pinning are kept. Its
             sequential or random sampler is replaced, and a warning says so.
-        batch_size: the expected size of a logical batch; None: the loader's.
-        max_physical_batch_size: the most examples loaded at once; None: the whole logical batch.
-        sampling: "poisson". "without_replacement": ``batch_size`` different examples each time. "truncated": Poisson;
-            a sample of more than ``max_batch_size`` examples is cut down to that at random. "cyclic_poisson": each
-            example is in one of ``bands`` groups for good, drawn independently of the data, and step t samples group
-            t mod ``bands`` at ``bands`` times the rate. "cyclic": each example once an epoch, in an order drawn once.
-        neighboring: how neighbouring data sets differ, "add_or_remove_one" or "replace_one".
-        max_batch_size: with "truncated" only; None: ``max_physical_batch_size``.
+        batch_size, max_physical_batch_size, sampling, neighboring, max_batch_size, unit_ids, max_rows_per_unit: as for
+            `PrivacyEngine`; with "cyclic_poisson" step t samples group t mod ``bands`` at ``bands`` times the rate.
         bands: the number of groups, with "cyclic_poisson" only; one is Poisson sampling.
-        unit_ids: for user-level privacy: the user of each row, as for `Users`. Users are sampled with all their rows,
-            and ``batch_size`` is the expected number of users. None: each row is a unit.
-        max_rows_per_unit: with ``unit_ids`` only: a user's first so many rows are used.
         seed: makes the sampling repeatable, which voids privacy; None: the operating system's entropy.
         generator: makes the random generator of an epoch, without a ``seed``.
         share: (rank, size) of processes that draw the same samples; each loads every size-th unit of them.
@@ -131,7 +122,7 @@ class LogicalBatches:
         self.check_size = partial(check_size, dataset, self.dataset_size)
         self.rows_digest = partial(rows_digest, dataset)
         self._scheme_at: Callable[[int], Scheme] = lambda _: self.scheme
-        self._step_number: Callable[[], int] | None = None
+        self._step_number: Callable[[], int] = lambda: self._epoch * len(self) + self._taken
         self._draws: Draws | None = None
         self.loop: Callable[[], _Loop | None] = lambda: None
         self._process = os.getpid()
@@ -234,7 +225,7 @@ class LogicalBatches:
         if self._draws is not None:
             self._epoch, self._taken = self._epoch + 1, 0
         steps = len(self) - self._taken
-        draws = Draws(generator, self._scheme_at, self._divide, steps, self._share[1] > 1, self._next_step())
+        draws = Draws(generator, self._scheme_at, self._divide, steps, self._share[1] > 1, self._step_number())
         if self._loader.persistent_workers and self._draws is not None and not self._draws.over:
             # These workers have one iterator for all loops, and an older loop that isn't over may still read from it.
             self._loader = self._open()
@@ -247,16 +238,12 @@ class LogicalBatches:
             torch.empty((), dtype=torch.int64, device="cpu").random_()
         return _Loop(_Epoch(draws, loaded, self), self)
 
-    def _next_step(self) -> int:
-        """The number of the next step, which the owner knows."""
-        return self._epoch * len(self) + self._taken if self._step_number is None else self._step_number()
-
     def in_turn(self, draws: Draws) -> bool:
         """Whether the next batch of ``draws`` is of the group, or the stage of a schedule, whose turn it is.
 
         A batch that wasn't charged had no turn.
         """
-        if self._step_number is None or (self.groups is None and not self._staged):
+        if self.groups is None and not self._staged:
             return True
         step = self._step_number()
         alike = self.groups is None and self._scheme_at(draws.next_step) is self._scheme_at(step)
@@ -301,7 +288,7 @@ class LogicalBatches:
 
     def reopened(self, draws: Draws) -> Iterator[Any]:
         """A new data loader for the samples that are still to be handed out."""
-        draws.rewind(None if self.in_turn(draws) else self._next_step())
+        draws.rewind(draws.next_step if self.in_turn(draws) else self._step_number())
         self._chunks.draws = draws
         self._loader = self._open()
         return iter(self._loader)

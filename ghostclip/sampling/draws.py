@@ -96,10 +96,9 @@ class Draws:
             return self._last
         return self._ahead[0][2] if self._ahead else self._generator.bit_generator.state
 
-    def rewind(self, next_step: int | None = None) -> None:
-        """Takes back what was drawn ahead; the same samples will be drawn again, or those from another step on."""
-        if next_step is not None:
-            self.next_step = next_step
+    def rewind(self, next_step: int) -> None:
+        """Takes back what was drawn ahead; what is drawn from now on are the samples from the step ``next_step`` on."""
+        self.next_step = next_step
         if self._ahead:
             self._generator.bit_generator.state = self._ahead[0][2]
         self._ahead.clear()
