@@ -160,7 +160,7 @@ class StepPlan:
             return self._given.steps
         if (epochs is None) == (steps is None):
             raise ValueError(
-                "target_epsilon needs the length of training: give either epochs or steps; got "
+                "target_epsilon, or correlation, needs the length of training: give either epochs or steps; got "
                 + ("neither" if epochs is None else "both")
             )
         return positive_int(steps=steps) if epochs is None else positive_int(epochs=epochs) * self._steps_an_epoch
