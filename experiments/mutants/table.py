@@ -4170,8 +4170,8 @@ CHOSEN_PRIVATELY = [
     Mutant(
         "norms are compared in other company without the forward that measuring asks for",
         "ghostclip/self_check/trial_losses.py",
-        "with self._passes.forgetting(), self._passes.running(forward_of(self.model, self._loss_fn, batch)):",
-        "with self._passes.forgetting():",
+        "            self._passes.running(forward_of(self.model, self._loss_fn, batch)),\n",
+        "",
         ("tests/engine/test_comparison.py", "-k", "beside_a_table"),
     ),
     Mutant(

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from ghostclip.clipper.cutting import sizes_of, tensors_of
 from ghostclip.self_check.loading import ReadRows
 from ghostclip.self_check.mixing_place import mixing_place
-from ghostclip.self_check.trial_losses import TrialLosses, same, unlike
+from ghostclip.self_check.trial_losses import TrialLosses, attempted, same, unlike
 from ghostclip.wrap import Finding
 
 __all__ = ["MixingTest"]
@@ -121,12 +121,10 @@ class MixingTest:
         trial = self._trial
         if trial.draws:
             return []
-        try:
+        with attempted("buffers are not compared after fewer rows"):  # loss functions need not take every size
             found = unlike(trial.first.left, trial.run(self._halves[0]).left, "buffer")
             return [name for name in found if name in trial.model.state_dict()]  # others are published by nobody
-        except Exception as error:  # a loss function need not take batches of every size
-            log.info("buffers are not compared after fewer rows: %s: %s", type(error).__name__, error)
-            return []
+        return []
 
     def _remembered(self, others: Sequence[int]) -> tuple[str, str] | None:
         """The attribute by which losses of the same rows follow the rows of the batch before."""
@@ -156,7 +154,7 @@ class MixingTest:
         aren't compared.
         """
         rows, every = self._trial.rows, self._trial.every
-        try:
+        with attempted("rows of the data set are not compared"):  # it need not give a row twice
             if not rows.reads_several or not (whole := rows.read_together(every)).one_by_one:
                 return None
             kept = self._dice.sample(every, max(1, len(every) // 2))
@@ -165,8 +163,6 @@ class MixingTest:
                 return None
             if self._draws_alike(kept, lambda index: rows.read_together(index).states, whole.states):
                 return OF_READING
-        except Exception as error:  # a data set need not give a row twice
-            log.info("rows of the data set are not compared: %s: %s", type(error).__name__, error)
         return None
 
     def _replaced(self, kept: Sequence[int]) -> list[int]:
@@ -200,17 +196,15 @@ class MixingTest:
             return None
         index = self._replaced(self._halves[0][:1])
         other = first[index] if len(first) == len(index) else first[:1].expand_as(first)
-        try:
+        with attempted("losses of copies of a row can't be had"):
             found = trial.run(index, norms=trial.draws)
-        except Exception as error:
-            log.info("losses of copies of a row can't be had: %s: %s", type(error).__name__, error)
-            return None
-        stay = trial.differ(first, other) and not trial.differ(first, found.losses)
-        if stay and trial.draws:  # losses of a head of zeros follow random numbers alone, their gradients don't
-            stay = False
-            if trial.first.norms is not None and found.norms is not None:
-                stay = bool(torch.isclose(trial.first.norms, found.norms, rtol=1e-5, atol=0).all())
-        return OF_OTHERS if stay else None
+            stay = trial.differ(first, other) and not trial.differ(first, found.losses)
+            if stay and trial.draws:  # losses of a head of zeros follow random numbers alone, their gradients don't
+                stay = False
+                if trial.first.norms is not None and found.norms is not None:
+                    stay = bool(torch.isclose(trial.first.norms, found.norms, rtol=1e-5, atol=0).all())
+            return OF_OTHERS if stay else None
+        return None
 
     def _batch_moves(self) -> bool:
         """Whether the collate function gives rows of a half other sizes or values than in the whole batch.
@@ -345,21 +339,17 @@ class MixingTest:
 
     def _is_rounding(self, test: Test) -> bool:
         """Whether a test finds nothing in float64: float32 lost digits, where large sums cancel."""
-        try:
+        with attempted("losses are not compared in float64"):
             trial = self._trial.widened()
             return trial is not None and not test(trial)
-        except Exception as error:
-            log.info("losses are not compared in float64: %s: %s", type(error).__name__, error)
-            return False
+        return False
 
     def place(self) -> Finding | None:
         """The first operation in which the rows meet when one of them is exchanged for its neighbour."""
         trial = self._trial
-        try:
+        with attempted("the place where examples meet was not found"):  # the finding stands without it
             return mixing_place(trial.model, lambda index: trial.run(index).losses, len(trial.every))
-        except Exception as error:  # a finding stands without a place
-            log.info("the place where examples meet was not found: %s: %s", type(error).__name__, error)
-            return None
+        return None
 
 
 def _by_row(batch: Any, rows: int) -> dict[str, Tensor]:

@@ -18,13 +18,14 @@ from ghostclip.clipper.first_pass import FirstPasses, check_type
 from ghostclip.clipper.forwards import LossFunction, forward_of
 from ghostclip.clipper.random_states import random_states, set_random_states
 from ghostclip.clipper.trial import HELD, contents_of, tensor_in, trying, without_trace
+from ghostclip.errors import VerificationError
 from ghostclip.graph.same_numbers import numbers_of
 from ghostclip.planner import Planner
 from ghostclip.self_check.loading import Loaded, LoadedRows
 from ghostclip.sharding.plain import Sharding
 from ghostclip.sharding.written import frozen_parameters
 
-__all__ = ["TrialLosses", "TrialOutcome", "same", "unlike"]
+__all__ = ["TrialLosses", "TrialOutcome", "attempted", "same", "unlike"]
 
 # By the narrowest type: share of the largest loss by which one must move to be another, and the least that counts.
 ROUNDING = {torch.float64: (1e-9, 1e-14), torch.float32: (1e-5, 1e-6)}
@@ -42,6 +43,17 @@ log = logging.getLogger("ghostclip")
 # tensor or array that isn't registered) it is a copy; of a "container" (list, dict, set or deque) or another "object"
 # itself, and what is in it; of a "frozen parameter" itself (or its shard) and numbers that tell of writes to it.
 State = dict[tuple[str, str], Any]
+
+
+@contextmanager
+def attempted(failed: str) -> Iterator[None]:
+    """Goes on behind the inside where it raises, and logs that: a user's code need not bear all that is tried."""
+    try:
+        yield
+    except VerificationError:
+        raise
+    except Exception as error:
+        log.info("%s: %s: %s", failed, type(error).__name__, error)
 
 
 class TrialOutcome(NamedTuple):
@@ -110,12 +122,13 @@ class TrialLosses:
     def _norms(self, losses: Tensor, batch: Any) -> Tensor | None:
         if self._passes is None or losses.dim() != 1 or not losses.requires_grad:
             return None
-        try:
-            with self._passes.forgetting(), self._passes.running(forward_of(self.model, self._loss_fn, batch)):
-                return self._passes.norms_pass(losses, retain_graph=False).norms()
-        except Exception as error:  # what can't be measured is refused in the batch's own passes
-            log.info("gradients of a part of a batch are not compared: %s: %s", type(error).__name__, error)
-            return None
+        with (
+            attempted("gradients of a part of a batch are not compared"),  # they are refused in the batch's own passes
+            self._passes.forgetting(),
+            self._passes.running(forward_of(self.model, self._loss_fn, batch)),
+        ):
+            return self._passes.norms_pass(losses, retain_graph=False).norms()
+        return None
 
     def norms_differ(self, these: Tensor, those: Tensor) -> bool:
         """Whether gradient norms [n] differ from others by more than rounding may do, and by what clipping may show."""
@@ -156,11 +169,9 @@ class TrialLosses:
         Nothing where that can't be watched, as in compiled functions.
         """
         watch = _Seen()
-        try:
+        with attempted("what losses are computed of can't be watched"):
             return watch.types, (self.run(index, watch=watch).states, watch.drawn)
-        except Exception as error:
-            log.info("what losses are computed of can't be watched: %s: %s", type(error).__name__, error)
-            return set(), None
+        return set(), None
 
     def allow_rounding(self) -> None:
         """From now on differences count that are more than the narrowest type rounds that losses come through."""
