@@ -243,8 +243,14 @@ def ranks_of(model: nn.Module, process_group: Any = None) -> Ranks:
     Raises:
         UnsupportedModelError: the model is sharded in a way that can't be gathered.
         PrivacyError: its DistributedDataParallel exchanges the parameters for others, or has another group.
+        ValueError: a group is given, and no processes are joined.
     """
     check_sharding(model)
+    if process_group is not None and not is_distributed():
+        raise ValueError(
+            "process_group is for processes that torch.distributed.init_process_group() joined, and this one is alone; "
+            "call that first, or leave process_group out"
+        )
     if is_fully_sharded(model):
         return Ranks(mesh_group(model, process_group))
     wrappers = _wrappers(model)

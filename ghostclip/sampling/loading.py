@@ -79,11 +79,11 @@ def size_of(dataset: Any) -> int:
             "stream into a list first"
         )
     if _are_columns(dataset):
-        shapes = ", ".join(str(list(part.shape)) for part in dataset)
+        shapes, kind = ", ".join(str(list(part.shape)) for part in dataset), type(dataset[0]).__name__.lower()
         raise TypeError(
-            f"data is a {type(dataset).__name__} of {len(dataset)} tensors ({shapes}), each of which would be one "
-            "example; for tensors that hold all examples in dimension 0 give torch.utils.data.TensorDataset(inputs, "
-            "targets)"
+            f"data is a {type(dataset).__name__} of {len(dataset)} {kind}s ({shapes}), "
+            "each of which would be one example; for tensors that hold all examples in dimension 0 give "
+            "torch.utils.data.TensorDataset(inputs, targets), for arrays after torch.as_tensor"
         )
     if hasattr(dataset, "iloc") or (
         isinstance(dataset, Mapping) and any(row not in dataset for row in range(len(dataset)))
@@ -98,8 +98,9 @@ def size_of(dataset: Any) -> int:
 
 
 def _are_columns(dataset: Any) -> bool:
-    """Whether it is a tuple of tensors, or a list of tensors that differ but for a length, which is above theirs."""
-    if not isinstance(dataset, tuple | list) or not dataset or not all(isinstance(part, Tensor) for part in dataset):
+    """Whether it is a tuple of tensors or arrays, or a list of such that differ but for a length above the list's."""
+    several = isinstance(dataset, tuple | list) and len(dataset) > 0
+    if not several or not all(isinstance(part, Tensor | np.ndarray) for part in dataset):
         return False
     if isinstance(dataset, tuple):
         return True

@@ -147,6 +147,13 @@ WRONG = {
         TypeError, r"tuple of 2 tensors \(\[24, 5\], \[24\]\).*TensorDataset\(inputs, targets\)",
     ),
     "a list of tensors": (lambda m: built(m, data=[*COLUMNS]), TypeError, "list of 2 tensors"),
+    "a tuple of arrays": (
+        lambda m: built(m, data=tuple(each.numpy() for each in COLUMNS)),
+        TypeError, r"tuple of 2 ndarrays \(\[24, 5\], \[24\]\).*for arrays after torch\.as_tensor",
+    ),
+    "a group of processes that aren't there": (
+        lambda m: built(m, process_group="nccl"), ValueError, "this one is alone; .* leave process_group out",
+    ),
     "a data set as a batch": (
         lambda m: ghostclip.check(m, runs.losses_of, runs.data(4)),
         TypeError, r"batch must be.*got TensorDataset: give DataLoader\(dataset\)",
