@@ -5082,6 +5082,48 @@ HIDDEN_SQUARES = [
 
 SEEDED_AND_CHARGED = [
     Mutant(
+        "a truncated sample is charged as if no neighbour had an example more",
+        "ghostclip/sampling/schemes.py",
+        '        larger = self.population + (self.relation == "add_or_remove_one")  # of two neighbours\n',
+        "        larger = self.population\n",
+        ("tests/privacy/test_sampling.py", "-k", "own_event"),
+    ),
+    Mutant(
+        "epsilon of truncated samples forgets the neighbour with an example more",
+        "ghostclip/accounting/spent.py",
+        '            larger = self.dataset_size + (self.neighboring == "add_or_remove_one")  # of two neighbours\n',
+        "            larger = self.dataset_size\n",
+        ("tests/privacy/test_accounting.py", "-k", "one_example_more"),
+    ),
+    Mutant(
+        "a run of a search that goes on from an earlier one counts its own steps alone",
+        "ghostclip/accounting/noted.py",
+        "        self._earlier = self._taken\n",
+        "        pass\n",
+        ("tests/privacy/test_select_charges.py", "-k", "goes_on_from"),
+    ),
+    Mutant(
+        "a new engine over a model of an earlier run begins anew",
+        "ghostclip/engine/earlier_engines.py",
+        "        went_on = isinstance(last, _Trained) and updates.has_any_as(last.left)\n",
+        "        went_on = False\n",
+        ("tests/privacy/test_select_charges.py", "-k", "goes_on_from"),
+    ),
+    Mutant(
+        "a model that is set back counts with the steps before",
+        "ghostclip/engine/update_check.py",
+        "        return any(this == that and parameter.requires_grad for parameter, this, that in both)\n",
+        "        return any(parameter.requires_grad for parameter, this, that in both)\n",
+        ("tests/privacy/test_select_charges.py", "-k", "begins_anew"),
+    ),
+    Mutant(
+        "an event of many releases is charged as one",
+        "ghostclip/ledger/ledger.py",
+        "    if event.count != 1:\n",
+        "    if False:\n",
+        ("tests/privacy/test_ledger.py", "-k", "stands_for_several"),
+    ),
+    Mutant(
         "rows that all examples share count where NaN of one example is followed",
         "ghostclip/graph/owners.py",
         "            others &= each.used\n",

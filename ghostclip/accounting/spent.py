@@ -60,7 +60,8 @@ class Setting:
         sampling: "poisson", "without_replacement" (batches of one size), "truncated" (Poisson samples that are cut
             down to ``max_batch_size``), "cyclic_poisson" or "cyclic", as for `epsilon`.
         neighboring: "add_or_remove_one" or "replace_one", as for `epsilon`.
-        dataset_size, max_batch_size: numbers of examples; given with "truncated" only.
+        dataset_size, max_batch_size: numbers of examples; given with "truncated" only. Under "add_or_remove_one" a
+            neighbour has one example more than ``dataset_size``.
         bands: of correlated noise; other than 1 with "cyclic_poisson" and "cyclic" only.
 
     Raises:
@@ -103,11 +104,13 @@ class Setting:
             )
 
     def event(self, noise_multiplier: float, steps: int = 1) -> SampledRelease:
-        """The event that ``steps`` steps are charged as, for `epsilon_of` and `Account.charge`."""
+        """The event that ``steps`` steps are charged as, for `epsilon_of`; of one step also for `Account.charge`."""
         if self.sampling in CYCLIC:
             return self._cyclic_event(noise_multiplier, steps)
-        truncated = self.sampling == "truncated"
-        cut = {"dataset_size": self.dataset_size, "max_batch_size": self.max_batch_size} if truncated else {}
+        cut = {}
+        if self.dataset_size is not None:
+            larger = self.dataset_size + (self.neighboring == "add_or_remove_one")  # of two neighbours
+            cut = {"dataset_size": larger, "max_batch_size": self.max_batch_size}
         return KINDS[self.sampling](self.sample_rate, noise_multiplier, steps, self.neighboring, **cut)
 
     def _cyclic_event(self, noise_multiplier: float, steps: int) -> SampledRelease:

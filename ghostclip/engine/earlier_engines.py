@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +27,21 @@ class _Trained:
     """Knows a model's engines, the last one last, without keeping them alive.
 
     A copy of the model, or a stored one, has a record of plain figures instead.
+
+    Attributes:
+        charges: of the engines that led to the weights, the last one first.
+        left: how the last one left the parameters, see `UpdateCheck`.
     """
 
-    def __init__(self, engine: PrivacyEngine, before: Sequence[weakref.ref[PrivacyEngine]]) -> None:
+    engines: list[weakref.ref[PrivacyEngine]]
+
+    def __init__(self, engine: PrivacyEngine, last: Any) -> None:
+        before = last.engines if isinstance(last, _Trained) else []
         self.engines = [*(each for each in before if each() is not None), weakref.ref(engine)]
+        updates = engine._steps.updates
+        went_on = isinstance(last, _Trained) and updates.has_any_as(last.left)
+        self.charges: list[Any] = [engine._spending._runs, *(last.charges if went_on else ())]
+        self.left: list[tuple[int, int]] = updates.left
         self.warned = False
 
     def remedy(self, engine: PrivacyEngine) -> str | None:
@@ -52,10 +62,10 @@ def warn_of_earlier(engine: PrivacyEngine) -> None:
 
     Not where the new engine counts them. A search in whose ``train`` the engine was built gets to know of it.
     """
-    note_charges(engine._spending._runs, built=True)
     last = vars(engine.model).get(MARK)
     earlier = last.engines[-1]() if isinstance(last, _Trained) else last
-    vars(engine.model)[MARK] = mark = _Trained(engine, last.engines if isinstance(last, _Trained) else ())
+    vars(engine.model)[MARK] = mark = _Trained(engine, last)
+    note_charges(mark.charges[0], built=True, after=mark.charges[1:])
     if earlier is None or not earlier.steps_taken:
         return
     if (remedy := engine._how_to_count(earlier)) is not None:

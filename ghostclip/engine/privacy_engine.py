@@ -138,7 +138,7 @@ class PrivacyEngine(Refusals):
         prepare_optimizer(model, optimizer := unwrapped(optimizer))
         refuse_second_engine(optimizer)
         self._ranks = ranks = ranks_of(model, process_group)
-        source = noise_source(noise, seed)
+        source, checks = noise_source(noise, seed), flag(self_check=self_check)
         memory = memory_for_trials(model, max_physical_batch_size, memory_limit, unit_ids)
         limit: Any = max_physical_batch_size if memory is None else None
         loader = self._sampled_by(
@@ -164,7 +164,7 @@ class PrivacyEngine(Refusals):
         release = Release(
             clipper, optimizer, adding, plan.noise_multiplier, plan.at, charging.charge, scaling, ranks, micro_batches
         )
-        self._steps = loader.owner = LogicalStep(release, flag(self_check=self_check))
+        self._steps = loader.owner = LogicalStep(release, checks)
         self._loader: LogicalBatches | None = loader
         self.model, self.optimizer, self.clipping, self.schedule = model, optimizer, clipper.clipping, schedule
         self.noise, self.sampling, self.neighboring = source.mode, sampling, neighboring

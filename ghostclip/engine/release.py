@@ -33,8 +33,10 @@ __all__ = ["Release", "refuse_second_engine"]
 
 NO_STEP = (
     "the logical batch before this one had no step: end each turn of `for batch in engine.batches()` with engine.step, "
-    "with optimizer.step() after `for examples in batch.physical()`, or with batch.discard(), which charges it "
-    "(engine.batches().discard() where it is out of reach: an exception's traceback, or a variable, may hold its loop)"
+    "with the step of the engine's own optimizer after `for examples in batch.physical()`, or with batch.discard(), "
+    "which charges it (engine.batches().discard() where it is out of reach: an exception's traceback, or a variable, "
+    "may hold its loop). To accumulate gradients, give the whole batch as batch_size= and what fits into memory as "
+    "max_physical_batch_size="
 )
 LEFT = (
     "a logical batch was left before its step, by an exception or a break, and is not charged; call batch.discard(), "

@@ -282,6 +282,11 @@ class LogicalStep:
 
 def _check_count(losses: Tensor, piece: Piece) -> None:
     """Raises LossShapeError unless there is a loss for each row of the physical batch, as large as it is."""
+    if isinstance(losses, Tensor) and losses.dim() == 0 and piece.rows == 1:
+        raise LossShapeError(
+            "the loss of a physical batch of one example must have shape [1], not []: a squeeze() took that dimension, "
+            'too; write squeeze(-1) or flatten() (and for losses that are averaged: reduction="none")'
+        )
     if isinstance(losses, Tensor) and losses.dim() == 1 and losses.shape[0] != piece.rows:
         raise LossShapeError(
             f"losses must have one entry for each of the {piece.rows} examples of this physical batch; got "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -26,6 +26,9 @@ class UpdateCheck:
 
     Parameters that a model gets later are not accepted in their place. Of a sharded model shards are watched, whichever
     Parameters are in their places.
+
+    Attributes:
+        left: (version, where its values lie) of each parameter after the last charged step; [] before the first.
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding) -> None:
@@ -34,6 +37,7 @@ class UpdateCheck:
         self._parameters = list(model.parameters())
         self._types = [parameter.dtype for parameter in self._parameters]
         self._look_around()
+        self.left: list[tuple[int, int]] = []
         # Of each parameter, with where its values lie; None: nothing was trained yet, or a step is under way.
         self._versions: list[int] | None = None
         self._addresses: list[int] = []
@@ -66,6 +70,13 @@ class UpdateCheck:
         """Takes the parameters as they are for those of the last charged step."""
         self._addresses = self._sharding.addresses(self._parameters)
         self._versions = self._sharding.versions(self._parameters)
+        self.left[:] = zip(self._versions, self._addresses, strict=True)
+
+    def has_any_as(self, left: Sequence[tuple[int, int]]) -> bool:
+        """Whether a trained parameter is as the model's engine before this one left it."""
+        now = zip(self._sharding.versions(self._parameters), self._sharding.addresses(self._parameters), strict=True)
+        both = zip(self._parameters, now, left, strict=False)
+        return any(this == that and parameter.requires_grad for parameter, this, that in both)
 
     def check(self) -> None:
         """Raises PrivacyError where a trained parameter isn't as the last charged step left it."""
@@ -87,11 +98,11 @@ class UpdateCheck:
         for name, parameter, this, that in zip(self._names, self._parameters, now, before, strict=True):
             if this != that and parameter.requires_grad:
                 raise PrivacyError(
-                    f"the parameter {name!r} was changed outside of this engine's charged steps (by another engine or "
-                    "optimizer, a clamp, a swap of weights): step with this engine's optimizer alone, the outermost as "
-                    "Lookahead, and use torch.nn.utils.parametrize where a forward writes weights; or call "
-                    "engine.accept_parameters() if no private data went into the change (released weights, a max-norm "
-                    "constraint)"
+                    f"the parameter {name!r} was changed outside of this engine's charged steps: after loading weights "
+                    "that this training released (of the best epoch, an average), or another change without private "
+                    "data (a max-norm constraint), call engine.accept_parameters(); else (another engine or optimizer, "
+                    "a clamp, a swap of weights) step with this engine's optimizer alone, the outermost as Lookahead, "
+                    "and use torch.nn.utils.parametrize where a forward writes weights"
                 )
 
     def check_model(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ghostclip import accounting
@@ -180,7 +180,12 @@ def refuse_published(ledger: Ledger, output_dir: str) -> None:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Raises PrivacyError for what only a built PrivateTrainer knows: its devices and methods."""
+    """Raises PrivacyError, or ValueError, for what only a built PrivateTrainer knows: its devices and methods."""
+    if getattr(trainer.args, "predict_with_generate", False) and not isinstance(trainer, Seq2SeqTrainer):
+        raise ValueError(
+            "predict_with_generate=True is an option of Seq2SeqTrainer, without which metrics get logits in the place "
+            "of generated texts; train by `class Translation(PrivateTrainer, Seq2SeqTrainer): pass`"
+        )
     if trainer.args.n_gpu > 1:
         raise PrivacyError(
             f"Trainer would split batches over {trainer.args.n_gpu} GPUs by DataParallel, which copies the model; "

@@ -19,7 +19,7 @@ from ghostclip.integrations import missing
 
 try:
     from peft import PeftModel
-    from transformers import Trainer
+    from transformers import Seq2SeqTrainer, Trainer
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
     from trl.trainer.utils import use_adapter
 except ModuleNotFoundError as error:
@@ -213,7 +213,7 @@ def private(trainer: type) -> type:
         return trainer
     own = getattr(trainer, "compute_losses", None)
     parts = [part for part in (PrivateSFT, PrivateDPO) if issubclass(trainer, part._trainer)]
-    if not parts and own is None and trainer is not Trainer:
+    if not parts and own is None and trainer not in (Trainer, Seq2SeqTrainer):
         raise TypeError(
             f"the losses of single examples aren't known for {trainer.__name__}: private() knows SFTTrainer, "
             "DPOTrainer and subclasses of them (KTO's losses contain a mean over the batch); define "

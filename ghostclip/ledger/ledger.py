@@ -123,6 +123,8 @@ class Ledger:
         Raises:
             LedgerError: they can't be written.
         """
+        for event in (event for spent in runs.values() for event in spent):
+            _check_single(event)
         known = self._runs()
         missing = {run: Counter(spent) - known.get(run, Counter()) for run, spent in runs.items()}
         for run, event, count in ((run, *each) for run, spent in missing.items() for each in spent.items()):
@@ -133,6 +135,13 @@ class Ledger:
             finally:
                 account.close()
         return sum(spent.total() for spent in missing.values())
+
+
+def _check_single(event: Event) -> None:
+    if event.count != 1:
+        raise ValueError(
+            f"an event is charged with a count of 1, once for each release and before it; got count={event.count}"
+        )
 
 
 class Account:
@@ -157,10 +166,12 @@ class Account:
             most: limits a new block, as for `check`; None: no limit.
 
         Raises:
+            ValueError: the event stands for more than one release, of which each is charged before it happens.
             LedgerError: the charge can't be written, or the account is closed. Nothing may be released.
             BudgetExceededError: or any other error that ``most`` raises. Nothing may be released.
         """
         self._check_open()
+        _check_single(event)
         self._journal.charge(self.run, event, self._block, self._noise, most or (lambda *_: sys.maxsize))
 
     @in_turn

@@ -140,7 +140,8 @@ class Truncated(Poisson):
 
     @property
     def _cut(self) -> dict[str, Any]:
-        return {"dataset_size": self.population, "max_batch_size": self.max_batch_size}
+        larger = self.population + (self.relation == "add_or_remove_one")  # of two neighbours
+        return {"dataset_size": larger, "max_batch_size": self.max_batch_size}
 
 
 @dataclass(frozen=True)

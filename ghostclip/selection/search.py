@@ -224,6 +224,7 @@ class _Run:
 
         ``noted`` has all engines of the search, so that one which goes on in a later run or in the score is seen.
         """
+        noted.begin()
         with asking(self.train):
             result = self.train(settings)
         self._check(noted.take(self.before))
@@ -253,7 +254,8 @@ class _Run:
         raise PrivacyError(
             f"the engines that train built {more}: they charged {_words(spent)}, and a run is charged for "
             f"{accounting.steps(self.charged)}. Give select the noise_multiplier, sample_rate and steps that train "
-            "uses, and before=[...] too, where its engines have it"
+            "uses, and before=[...] too, where its engines have it. A run that goes on with the model, engine or "
+            "checkpoint of an earlier one counts with the steps of that one: begin each from new weights"
         )
 
 

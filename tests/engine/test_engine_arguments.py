@@ -188,6 +188,13 @@ WRONG = {
 }  # fmt: skip
 
 
+def test_after_a_wrong_argument_the_optimizer_is_free(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="self_check must be"):
+        runs.engine_for(model, optimizer, self_check="no")
+    assert runs.engine_for(model, optimizer) is not None
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_another_thing_than_what_is_taken(model, name):
     call, error, message = WRONG[name]

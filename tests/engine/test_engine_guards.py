@@ -238,6 +238,14 @@ def test_another_thing_in_the_loss_function_s_place(engine, name):
     assert len(raised.traceback) == 3 or not short  # two of this test, one of ours
 
 
+@pytest.mark.parametrize("self_check", [True, False])
+def test_a_squeeze_that_takes_the_dimension_of_the_one_example_is_named(model, self_check):
+    engine = runs.engine_for(model, max_physical_batch_size=1, self_check=self_check)
+    batch = next(runs.nonempty(engine))
+    with pytest.raises(LossShapeError, match=r"of one example must have shape \[1\].* write squeeze\(-1\)"):
+        engine.step(batch, lambda model, batch: runs.losses_of(model, batch).squeeze())
+
+
 @pytest.mark.parametrize("call", ["check", "per_example_norms", "clip", "verify"])
 def test_another_thing_in_the_place_of_a_loss_function(model, call):
     def work(*given):

@@ -289,6 +289,7 @@ REFUSED = [
       for name in ("loss_function", "forward")),
     *((lambda folder, n=name: tt.trainer(folder, unlike(n)), f"isn't known for {name}.*compute_losses")
       for name in UNLIKE),
+    (lambda folder: trainer_with(folder, predict_with_generate=True), r"class Translation\(PrivateTrainer, Seq2SeqTr"),
     (adapted_ranks, r"AdaLoRA chooses ranks .* use LoraConfig"),
     (lambda folder: tt.trainer(folder).hyperparameter_search(n_trials=2), "spends privacy"),
     (lambda folder: tt.trainer(folder, compute_losses=3), "compute_losses must be a function .* got 3"),

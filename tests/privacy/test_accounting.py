@@ -61,13 +61,14 @@ def test_epsilon_equals_dp_accounting(seed: int, accountant: str) -> None:
     setting = {"noise_multiplier": sigma, "sample_rate": rate, "steps": steps, "delta": delta}
     poisson = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
     cap = math.ceil(rate * 5000 * 1.2) + 1
-    cut = dp_accounting.TruncatedSubsampledGaussianDpEvent(5000, rate, cap, sigma)
+    # The larger one of two neighbours has an example more than are there, unless one is replaced.
+    cut, cut_alike = (dp_accounting.TruncatedSubsampledGaussianDpEvent(n, rate, cap, sigma) for n in (5001, 5000))
     truncated = {"sampling": "truncated", "dataset_size": 5000, "max_batch_size": cap}
     # Replacing moves the sum by twice the bound that the noise is measured by.
     fixed = dp_accounting.SampledWithoutReplacementDpEvent(10**6, size, dp_accounting.GaussianDpEvent(sigma / 2))
     replaced: dict[str, Any] = {"neighboring": "replace_one"}
     cases = {
-        "pld": [({}, poisson), (replaced, poisson), (truncated, cut), (truncated | replaced, cut)],
+        "pld": [({}, poisson), (replaced, poisson), (truncated, cut), (truncated | replaced, cut_alike)],
         "rdp": [({}, poisson), ({"sampling": "without_replacement"} | replaced, fixed)],
     }
     for options, event in cases[accountant]:
@@ -94,6 +95,40 @@ def test_one_step_by_an_independent_formula(sigma: float, rate: float, target: f
     noise, delta = (2 * sigma if options else sigma), one_step_delta(target, sigma, rate)
     got = accounting.epsilon(noise_multiplier=noise, sample_rate=rate, steps=1, delta=delta, **options)
     assert got == pytest.approx(target, rel=1e-6)
+
+
+def cut_sums(size: int, rate: float, most: int, more: bool) -> dict[int, float]:
+    """{sum: probability} of a truncated sample of so many examples of -1 and, with ``more``, one of +1."""
+    found: dict[int, float] = {}
+    for drawn, chance in enumerate(stats.binom.pmf(range(size + 1), size, rate)):
+        kept = min(1.0, most / (drawn + 1))  # of one more
+        joins = rate * kept if more else 0.0
+        alone = -min(drawn, most)
+        found[alone] = found.get(alone, 0.0) + chance * (1 - joins)
+        beside = 1 - min(drawn, most - 1)
+        found[beside] = found.get(beside, 0.0) + chance * joins
+    return found
+
+
+def delta_on_a_grid(epsilon: float, sigma: float, these: dict[int, float], those: dict[int, float]) -> float:
+    """The larger hockey-stick divergence of two mixtures of normals."""
+    x = np.linspace(min(these) - 12 * sigma, max(these) + 12 * sigma, 100_001)
+    p, q = (sum(chance * stats.norm.pdf(x, mean, sigma) for mean, chance in each.items()) for each in (these, those))
+    excess = (np.clip(one - math.exp(epsilon) * other, 0, None) for one, other in ((p, q), (q, p)))
+    return max(float(each.sum()) for each in excess) * float(x[1] - x[0])
+
+
+@pytest.mark.parametrize(("size", "batch_size", "most", "sigma"), [(20, 20, 20, 2), (20, 19, 20, 2), (20, 10, 12, 2)])
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_a_truncated_sample_of_the_data_and_one_example_more(
+    size: int, batch_size: int, most: int, sigma: float, fewer: int
+) -> None:
+    """With a nearly full batch the other example takes the place of one of the data's: 10^-5 was 0.018."""
+    rate = batch_size / size
+    cut: dict[str, Any] = {"sampling": "truncated", "dataset_size": size, "max_batch_size": most}
+    claimed = accounting.epsilon(noise_multiplier=sigma, sample_rate=rate, steps=1, delta=1e-5, **cut)
+    pair = [cut_sums(size - fewer, rate, most, more) for more in (True, False)]
+    assert delta_on_a_grid(claimed, sigma, *pair) <= 1e-5
 
 
 def test_divergences_of_a_truncated_sample_pay_for_cuts_in_delta() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from ledgers import EVENT, KINDS, charged, in_child, put, records, spent
 
-from ghostclip import events
+from ghostclip import accounting, events
 from ghostclip.errors import LedgerError
 from ghostclip.events import EVENTS, Event, SampledGaussian
 from ghostclip.ledger import Head, Ledger
@@ -89,6 +89,16 @@ def test_every_kind_of_event_comes_back_as_it_was(path: Path, event: Event) -> N
 def test_no_kind_of_event_is_forgotten() -> None:
     public = {name for name in events.__all__ if is_dataclass(getattr(events, name))}
     assert public - {"SampledRelease"} == set(EVENTS) == {type(event).__name__ for event in KINDS}
+
+
+def test_an_event_that_stands_for_several_releases_is_refused(path: Path) -> None:
+    """It was charged as one."""
+    account = Ledger(path).account()
+    several = accounting.Setting(0.01).event(1.0, steps=1000)
+    for charge in (account.charge, lambda event: Ledger(path).take_in({"run": {event: 1}}, "standard", "")):
+        with pytest.raises(ValueError, match=r"once for each release and before it; got count=1000"):
+            charge(several)
+    assert Ledger(path).events == []
 
 
 def test_an_event_that_could_not_be_read_back_is_refused(path: Path) -> None:

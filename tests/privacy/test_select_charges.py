@@ -22,22 +22,27 @@ FEATURES = torch.arange(40.0).view(20, 2) / 40
 RUN: dict[str, Any] = {"noise_multiplier": 1.3, "sample_rate": 0.2, "steps": 5}
 SEARCH = Selection((SampledGaussian(0.2, 1.3, 5),), 4)
 
-pytestmark = [pytest.mark.usefixtures("two"), pytest.mark.usefixtures("coarse_losses")]
+pytestmark = [pytest.mark.usefixtures("drawn"), pytest.mark.usefixtures("coarse_losses")]
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws two runs."""
-    monkeypatch.setattr(search, "draw_runs", lambda mean, law: 2)
+def runs() -> int:
+    return 2
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch, runs: int) -> None:
+    """Draws so many runs."""
+    monkeypatch.setattr(search, "draw_runs", lambda mean, law: runs)
 
 
 def searched(train: Callable[[Any], Any], score: Callable[[Any], float] = lambda _: 1.0, **changes: Any) -> Any:
     return ghostclip.select(train, ["a", "b"], score=score, expected_runs=4, delta=1e-5, **{**RUN, **changes})
 
 
-def engine_for(**options: Any) -> ghostclip.PrivacyEngine:
+def engine_for(model: torch.nn.Module | None = None, **options: Any) -> ghostclip.PrivacyEngine:
     """On 20 rows, batches of 4."""
-    model = torch.nn.Linear(2, 1)
+    model = model or torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.utils.data.TensorDataset(FEATURES)
     return ghostclip.PrivacyEngine(model, optimizer, data, **{"batch_size": 4, "noise_multiplier": 1.3, **options})
@@ -92,6 +97,7 @@ def by_an_earlier_engine(options: dict[str, Any]) -> Callable[[Any], Any]:
     return lambda _: take(engine)
 
 
+@pytest.mark.parametrize("runs", [1])
 @pytest.mark.parametrize(
     "train", [lambda options: in_a_thread(trained(options)), by_an_earlier_engine], ids=["in a thread", "built before"]
 )
@@ -176,20 +182,46 @@ def test_an_engine_in_the_score_may_be_there_without_a_step() -> None:
         searched(trained({}), score)
 
 
-def test_each_run_is_held_to_the_steps_that_its_engines_take_in_it() -> None:
-    """Runs of one engine, that goes on: the second one takes one step too many."""
-    engines: list[ghostclip.PrivacyEngine] = []
+def by_one_engine(path: Path) -> Callable[[Any], Any]:
+    engine = engine_for()
+    return lambda _: take(engine)
 
-    def train(_: Any, more: int) -> dict[str, torch.Tensor]:
-        if not engines:
-            engines.append(engine_for(batch_size=2))
-            return take(engines[0])
-        return take(engines[0], 5 + more)
 
-    assert searched(lambda settings: train(settings, 0), sample_rate=0.1) is not None
-    engines.clear()
-    with pytest.raises(PrivacyError, match="they charged 6 steps"):
-        searched(lambda settings: train(settings, 1), sample_rate=0.1)
+def by_one_model(path: Path) -> Callable[[Any], Any]:
+    """With an engine in each run, of which the first is gone when the second is built."""
+    model = torch.nn.Linear(2, 1)
+    return lambda _: take(engine_for(model))
+
+
+def by_one_checkpoint(path: Path) -> Callable[[Any], Any]:
+    def train(_: Any) -> Any:
+        engine = engine_for()
+        if path.exists():
+            engine.restore(path)
+        found = take(engine)
+        engine.save(path)
+        return found
+
+    return train
+
+
+@pytest.mark.parametrize("make", [by_one_engine, by_one_model, by_one_checkpoint])
+def test_a_run_that_goes_on_from_an_earlier_one_counts_with_its_steps(
+    make: Callable[[Path], Callable[[Any], Any]], tmp_path: Path
+) -> None:
+    with pytest.raises(PrivacyError, match=r"they charged 10 steps.*begin each from new weights"):
+        searched(make(tmp_path / "run"))
+
+
+def test_runs_of_one_model_that_begins_anew_are_accepted() -> None:
+    model = torch.nn.Linear(2, 1)
+    begin = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def train(_: Any) -> Any:
+        model.load_state_dict(begin)
+        return take(engine_for(model))
+
+    assert searched(train).score == 1.0
 
 
 def test_a_search_inside_of_a_search_is_refused_and_charges_nothing(tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ class DPDataLoader:
         if batch.handed == len(batch.sizes) or self._engine.gathered < batch.handed:
             raise PrivacyError(
                 "the batch before this one had no loss.backward() with optimizer.step(), so it was neither charged nor "
-                "released; leave neither out, or call data_loader.discard(), which charges the batch, before the next"
+                "released; leave neither out, or call data_loader.discard(), which charges the batch, before the next. "
+                "To accumulate gradients, give the DataLoader the whole batch_size, and use BatchMemoryManager"
             )
 
 
