@@ -74,7 +74,6 @@ def with_views(count):
 )
 def test_a_step_is_by_mean_gradients(data, loss_fn, physical, caplog):
     """The clipped sum is read off one step of rate 1 without noise."""
-    torch.manual_seed(0)
     layers = (nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten())
     model = nn.Sequential(*layers, nn.Linear(16, CLASSES)).double()
     untrained = copy.deepcopy(model)

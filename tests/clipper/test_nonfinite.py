@@ -238,7 +238,6 @@ def test_a_row_that_shows_nothing_is_not_taken_for_the_example_of_its_place(
     second_pass, bare, value, factor, owners, place
 ):
     """Rows that an expert is sent may be almost in order; what a gradient of about zero hides is anybody's."""
-    torch.manual_seed(0)
     model, owners = Sent(bare).double(), torch.tensor(owners)
     clipper = GhostClipper(model, 0.1, second_pass=second_pass)
     others = [example for example in range(4) if example != owners[place]]

@@ -61,7 +61,6 @@ def both(plain, marks, dtype=torch.float32):
 
 @DTYPES
 def test_rows_times_their_marks_fit_and_others_do_not(dtype):
-    torch.manual_seed(0)
     marks = MARKS.drawn(torch.ones(40))
     _, plain, marked = both(torch.randn(40, WIDTH), marks, dtype)
     off, _, shown = compared(plain, numbers(marked, 0), marks, MARKS)

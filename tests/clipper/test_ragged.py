@@ -24,11 +24,6 @@ MAX_NORM = 0.5
 EXACT = {"rtol": 1e-10, "atol": 1e-11}
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def assert_exact(model, case, batch):
     """Three times: the first batch of a layout is tested in full, later ones by their graphs."""
     expected = gradients(model, batch)

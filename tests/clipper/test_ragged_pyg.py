@@ -61,11 +61,6 @@ def graph(nodes, dtype=torch.float64):
     return Data(x=torch.randn(nodes, FEATURES, dtype=dtype), edge_index=edges, y=torch.randint(0, 3, (1,)))
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 @pytest.mark.one_in(3)
 def test_clipped_sums_are_those_of_a_loop_over_graphs_and_an_edge_between_them_is_refused(layer):

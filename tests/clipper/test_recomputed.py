@@ -109,7 +109,6 @@ def test_an_input_that_requires_a_gradient_is_no_reason_to_measure(monkeypatch):
     """As embeddings do for the sake of checkpointing: no backward that measures goes below the lowest layer."""
     measured, of_batch = [], layouts._measured
     monkeypatch.setattr(layouts, "_measured", lambda *given: measured.append(given[0].batches) or of_batch(*given))
-    torch.manual_seed(0)
     model = Wired(lambda m, x: m.second(m.first(x.sin()).tanh()), first=nn.Linear(8, 12), second=nn.Linear(12, 2))
     clipper = GhostClipper(model, 0.5)
     for _ in range(7):

@@ -198,7 +198,6 @@ def test_small_float16_gradients_that_may_be_anybodys_are_refused(owners):
 @pytest.mark.parametrize("times", [3, 5, 8])
 def test_a_far_larger_example_makes_no_dimension_its_own(times, far):
     """Along the dimension of time, too, all rows look like its own then; those of the others stay theirs."""
-    torch.manual_seed(0)
     model, texts, factors = nn.Linear(3, 4), torch.randn(8, times, 3), torch.ones(8)
     clipper = GhostClipper(model)
     whole = clipper.norms(model(texts).flip(0).square().flatten(1).sum(1))
@@ -224,7 +223,6 @@ def test_a_layout_that_was_proven_holds_where_a_batch_shows_one_float16_example(
 
 def test_an_lstm_with_a_projection_is_refused_where_gates_are_saturated_and_rows_in_no_order():
     """What its projection adds doesn't pass through the gates: by rows that these show it would be lost."""
-    torch.manual_seed(0)
     model, owners, tokens = nn.LSTM(3, 5, proj_size=2), torch.tensor([1, 0, 3, 2, 2]), torch.randn(3, 5, 3)
     for parameter in model.parameters():
         parameter.data.abs_()

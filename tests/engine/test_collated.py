@@ -66,7 +66,6 @@ def test_losses_of_own_examples_train_on(name, seed, monkeypatch):
 @pytest.mark.one_in(3)
 def test_one_long_text_is_found_in_the_first_batch_that_has_it(name, size, physical):
     """Of 160 texts of 12 tokens and one of 240, which is hardly among 32 that are drawn of them."""
-    torch.manual_seed(0)
     model, data, loss_fn, _ = MIXING[name]()
     data = loader([*collated.texts(160, (12, 13)), *collated.texts(1, (240, 241))], data.collate_fn)
     engine = engine_of((model, data, loss_fn, {}), max_physical_batch_size=physical, batch_size=size)
@@ -104,7 +103,6 @@ IN_PAIRS = {"unit_ids": [row // 2 for row in range(16)], "batch_size": 4}
     ids=["padding", "padding and not the layer", "sort", "sort is named though halves are alike"],
 )
 def test_the_remedies_are_named_the_likely_ones_first(name, said, data, options):
-    torch.manual_seed(0)
     model, own, loss_fn, given = MIXING[name]()
     data = own if data is None else loader(data(), own.collate_fn)
     with pytest.raises(UnsupportedModelError, match=said):
@@ -113,7 +111,6 @@ def test_the_remedies_are_named_the_likely_ones_first(name, said, data, options)
 
 def test_padding_is_found_behind_a_head_of_zeros():
     """Of which no loss depends on the text, as at the start of fine-tuning: gradients do."""
-    torch.manual_seed(0)
     training = MIXING[PADDING]()
     nn.init.zeros_(training[0].head.weight)
     with pytest.raises(UnsupportedModelError, match="examples that mix"):
@@ -121,7 +118,6 @@ def test_padding_is_found_behind_a_head_of_zeros():
 
 
 def test_of_a_collate_function_that_draws_it_is_said_once_what_is_not_tested(caplog):
-    torch.manual_seed(0)
     training = HONEST["tokens_masked_at_random"]()
     with caplog.at_level(logging.WARNING, "ghostclip"):
         train(engine_of(training), training[2])
@@ -177,7 +173,6 @@ def test_what_check_found_prints_as_lines_and_what_it_did_not_test_where_it_foun
 @pytest.mark.parametrize("name", ["averaged_over_own_tokens", "divided_by_the_batch_s_number_of_tokens"])
 @pytest.mark.parametrize("of_opacus", [False, True])
 def test_check_takes_the_loaders_that_engines_made(name, of_opacus):
-    torch.manual_seed(0)
     model, data, loss_fn, _ = training = {**MIXING, **HONEST}[name]()
     if of_opacus:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -224,7 +219,6 @@ def test_loading_again_leaves_no_trace():
 
 
 def test_batches_go_through_what_they_go_through_when_handed_out():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3))
     engine = engine_of((model, loader(collated.features(), default_collate), None, {}))
     seen = []

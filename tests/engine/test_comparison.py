@@ -107,7 +107,6 @@ def test_honest_losses_are_not_refused(name: str) -> None:
 @pytest.mark.usefixtures("every_batch")
 @pytest.mark.parametrize("loss_fn", [weights_over_their_sum, over_their_number])
 def test_a_term_that_starts_later_is_refused(loss_fn: Callable[..., Tensor]) -> None:
-    torch.manual_seed(0)
     engine = engine_of(network(), rows())
     steps(engine, plain, 8)
     with pytest.raises(VerificationError, match="examples that mix"):

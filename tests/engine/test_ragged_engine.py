@@ -30,11 +30,6 @@ def engine_for(model, examples=None, collate_fn=joined, **options):
     return PrivacyEngine(model, torch.optim.SGD(model.parameters(), lr=0.5), loader, **options)
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("case", [CASES[name] for name in ("gat", "packed text")])
 def test_steps_are_those_of_a_loop_written_by_hand(case):
     model, plain = case.build().double(), case.build().double()

@@ -68,7 +68,6 @@ def chunk(request: Any, monkeypatch: Any) -> None:
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("bias", [False, True])
 def test_losses_and_gradients_are_those_of_logits(bias: bool) -> None:
-    torch.manual_seed(0)
     head = nn.Linear(WIDTH, WORDS, bias=bias, dtype=torch.float64).requires_grad_(False)
     hidden = torch.randn(EXAMPLES, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
     labels = batch()["labels"]

@@ -96,7 +96,6 @@ def test_labels_stand_where_the_model_has_them(name):
     config, sizes = PARTICULAR[name]
     if not hasattr(transformers, name):
         pytest.skip(f"this transformers has no {name}")
-    torch.manual_seed(0)
     model = getattr(transformers, name)(getattr(transformers, config)(**sizes)).eval()
     inputs = stacked([tt.text() for _ in range(3)])
     alone = [model(**{name: each[row : row + 1] for name, each in inputs.items()}).loss for row in range(3)]
@@ -106,7 +105,6 @@ def test_labels_stand_where_the_model_has_them(name):
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
 def test_padding_on_the_left_changes_no_loss(frozen):
     """A text's first token, which nothing of its own is before, has no loss; its padding would predict it."""
-    torch.manual_seed(0)
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=tt.WORDS, **sizes)).double()
     model.lm_head.requires_grad_(not frozen)

@@ -43,7 +43,6 @@ def node_of(function, arguments, slot):
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.one_in(2)
 def test_no_operation_is_held_to_keep_examples_apart_that_mixes_or_moves_them(name):
-    torch.manual_seed(0)
     function, *shapes = OPERATIONS[name]
     arguments = [0.1 + 0.8 * torch.rand(shape, dtype=torch.float64) for shape in shapes]
     for slot, argument in enumerate(arguments):

@@ -93,7 +93,6 @@ def test_nested_indices_are_refused_with_what_to_give_instead():
 )
 def test_examples_where_a_layer_of_channels_has_channels_or_positions_are_refused(layer, dim):
     # With as many of each, nothing about the shapes is wrong.
-    torch.manual_seed(0)
     model = Wired(lambda m, x: m.layer(x.movedim(0, dim)).movedim(dim, 0), layer=layer)
     ghostclip.wrap(model, batch_dim=dim)
     clipper = ghostclip.GhostClipper(model)
@@ -121,7 +120,6 @@ NARROW = {
 def test_norms_of_narrow_numbers_are_taken_in_float32(name, dtype):
     # What the losses add up is linear in the output, so that narrow gradients are the same numbers as wide ones.
     build, shape = NARROW[name]
-    torch.manual_seed(0)
     model = build().to(dtype)
     x = torch.randint(5, (4, *shape)) if "bag" in name else torch.randn(4, *shape).to(dtype)
     inputs = (x, x) if "bilinear" in name else (x,)

@@ -34,7 +34,6 @@ INDICES = {
 @pytest.mark.parametrize("name", INDICES)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.__name__)
 def test_norms_equal_those_of_the_table(name, strategy):
-    torch.manual_seed(0)
     indices = INDICES[name]()
     gradients = torch.randn(*indices.shape, 5, dtype=torch.float64)
     table = LookupGrads(indices, gradients, torch.Size((9, 5))).per_example()
@@ -73,7 +72,6 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("width", [1, 7, 16, 67])
 def test_compiled_rows_of_any_layout(layout, width, dtype):
-    torch.manual_seed(0)
     indices, weights = torch.randint(40, (70, 5)).t()[:, ::2], torch.rand(5, dtype=dtype)
     gradients = LAYOUTS[layout](torch.randn(5, 35, width, dtype=dtype))
     tolerance = {"rtol": 1e-4 if dtype == torch.float32 else 1e-12, "atol": 1e-6 if dtype == torch.float32 else 1e-12}
