@@ -7,6 +7,7 @@ from case_models import Wired, two_linears
 from case_types import project
 from cases import case
 from comparing import every_pass, ready
+from own_layers import Scale
 from torch import nn
 
 import ghostclip
@@ -40,7 +41,6 @@ def keys_with_bias(m, x):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_verify_does_not_compare_rounding_with_rounding(dtype):
-    torch.manual_seed(0)
     model = Wired(keys_with_bias, query=nn.Linear(6, 6), key=nn.Linear(6, 6)).to(dtype)
     clipper = ghostclip.GhostClipper(model, 0.1)
     worst = clipper.verify(lambda m, x: m(x).square().sum((1, 2)), torch.randn(5, 7, 6, dtype=dtype))
@@ -52,27 +52,6 @@ def test_verify_finds_examples_that_meet_below_all_layers():
     clipper = ghostclip.GhostClipper(Wired(lambda m, x: m.body(x - x.mean(0)), body=two_linears()))
     with pytest.raises(VerificationError):
         clipper.verify(lambda m, batch: m(batch).square().mean(1), torch.randn(5, 3, dtype=torch.float64))
-
-
-class Scale(nn.Module):
-    """A layer of the tests' own: one factor per feature."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(features))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
-class WrongScale(GhostLayer, Scale, wraps=Scale):
-    """Its rule forgets the input."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.capture(super().forward(x), x, parameters=("weight",))
-
-    def per_example(self, name, call, inputs, grad):
-        return grad
 
 
 @every_pass

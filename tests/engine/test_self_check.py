@@ -13,6 +13,7 @@ import torch
 from case_models import By, Wired
 from honest_losses import Counting, augmented
 from mixing_losses import weights_over_their_sum
+from own_layers import Scale
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -22,7 +23,6 @@ from ghostclip.clipper.random_states import random_states
 from ghostclip.clipper.trial import without_trace
 from ghostclip.clipping import Custom, PerLayer
 from ghostclip.errors import ExamplesMixError
-from ghostclip.nn import GhostLayer
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.self_check import agreement
 
@@ -35,27 +35,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-
-
-class Scale(nn.Module):
-    """One factor a feature."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-class Forgetful(GhostLayer, Scale, wraps=Scale):
-    """Its rule forgets the input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.capture(super().forward(x), x, parameters=("weight",))
-
-    def per_example(self, name: str, call: Any, inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return grad
 
 
 def whole_batches(model: nn.Module, dataset: Any = None, **options: Any) -> PrivacyEngine:
