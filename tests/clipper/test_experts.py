@@ -29,26 +29,6 @@ def test_an_expert_that_no_token_reaches_gets_zeros():
     assert_exact_by_losses(clipper, losses_of(model, tokens(3)))
 
 
-def capacity_of_the_batch(m, h, weights, chosen):
-    """An expert takes no more than its share of all tokens, in the order of the batch."""
-    found = torch.zeros_like(h)
-    for expert, layer in enumerate(m.layers):
-        row, place = torch.where(chosen == expert)
-        row, place = row[: len(h) // 4], place[: len(h) // 4]
-        found.index_add_(0, row, layer(h[row]) * weights[row, place, None])
-    return found
-
-
-def test_a_capacity_shared_by_the_batch_is_caught():
-    model = Experts(capacity_of_the_batch).double()
-    data = torch.utils.data.TensorDataset(tokens(64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    engine = ghostclip.PrivacyEngine(model, optimizer, data, batch_size=16, noise_multiplier=1.0)
-    with pytest.raises(ghostclip.GhostClipError, match=r"examples mix|examples that mix"):  # noqa: PT012
-        for batch in engine.batches():
-            engine.step(batch, lambda model, batch: losses_of(model, batch[0]))
-
-
 def test_a_row_that_nothing_uses_harms_no_other_example():
     """What is dropped isn't finite, of an example that is; it belongs to nobody."""
 

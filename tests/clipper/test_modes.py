@@ -1,4 +1,4 @@
-"""Precisions and modes of everyday training: narrow types, autocast, memory formats, checkpointing, moving a model.
+"""Precisions and modes of everyday training: narrow types, autocast, checkpointing, moving a model.
 
 Narrow arithmetic rounds a gradient differently for one example alone than in a batch, so where it is used no loop is
 an exact reference. What must hold then: our errors stay within a small multiple of the loop's own, and no example's
@@ -73,20 +73,6 @@ def test_autocast_is_as_exact_as_the_loop_under_autocast(name, dtype, second_pas
     loops = (MAX_NORM / narrow.norm(dim=1)).clamp(max=1.0) @ narrow
     assert_as_near_as_the_loop(total, loops, weights @ exact, eps)
     assert (result.weights * result.norms <= MAX_NORM).all()
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_channels_last_models(when):
-    row = case("cnn")
-    model = row.model()
-    if when == "before":
-        model = model.to(memory_format=torch.channels_last)
-    clipper = ghostclip.GhostClipper(model, 0.1)
-    model.to(memory_format=torch.channels_last)
-    (images,) = row.inputs()
-    clipper.backward(row.losses(model(images.to(memory_format=torch.channels_last))))
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
-    assert_dicts_close(gradients(model), oracle.clipped_sum(truth(row), 0.1), 1e-10)
 
 
 def recomputed(block: nn.Module) -> nn.Module:

@@ -3,9 +3,6 @@
 `experiments/sensitivity.py` has all rows under all policies, and says what was measured.
 """
 
-import math
-
-import private_runs as runs
 import pytest
 import torch
 from cases import CASES, case
@@ -84,23 +81,3 @@ def test_rounding_of_narrow_sums_of_many_alike_is_within_the_bound_that_is_state
         assert stated == 1.0 + backwards * 89 * torch.finfo(dtype).eps
         worst = max(worst, moved)
     assert worst > 1.0 + torch.finfo(dtype).eps
-
-
-@pytest.mark.parametrize("physical", [None, 2])
-def test_through_the_engine(physical):
-    dataset, updates = runs.data(7), []
-    dataset.tensors[0][-1] *= 1e6
-    for count in (7, 6):
-        model = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3))
-        torch.manual_seed(0)
-        for parameter in model.parameters():
-            nn.init.normal_(parameter)
-        engine = runs.engine_for(
-            model, torch.optim.SGD(model.parameters(), lr=1.0),
-            torch.utils.data.TensorDataset(*(tensor[:count] for tensor in dataset.tensors)),
-            batch_size=count, clipping=0.1, max_physical_batch_size=physical,
-        )  # fmt: skip
-        before = runs.weights(model).double()
-        engine.step(next(iter(engine.batches())), runs.losses_of)
-        updates.append((before - runs.weights(model).double()) * count)
-    assert math.isclose(float((updates[0] - updates[1]).norm()), 0.1, rel_tol=1e-3)
