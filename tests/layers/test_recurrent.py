@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from comparing import assert_exact
 from recurrent_layers import KINDS, OPTIONS, B, H, I, T, assert_all_close, initial, losses, pair, run, sequences
 from torch import Tensor
 from torch import nn as torch_nn
@@ -75,17 +74,6 @@ def test_checkpointing(kind):
     output, _ = checkpoint(layer, x, use_reentrant=False)
     found = torch.autograd.grad(output.square().sum(), list(layer.parameters()))
     assert_all_close(found, torch.autograd.grad(plain(x)[0].square().sum(), list(plain.parameters())))
-
-
-@every_kind
-@pytest.mark.parametrize("name", ["weight_hh_l0", "weight_ih_l0"])
-def test_weights_that_are_computed_are_clipped_exactly(kind, name):
-    """No rule has business with such a layer: what made the weight is in the graph, and dealt with there."""
-    torch.manual_seed(0)
-    wrapper, own = KINDS[kind]
-    layer = wrapper.wrapped(I, H, batch_first=True, dtype=torch.float64, **own)
-    model = torch_nn.utils.parametrizations.weight_norm(layer, name)
-    assert_exact(model, sequences(layer), losses=lambda results: results[0].square().sum((1, 2)))
 
 
 LENGTHS = {"sorted": (6, 6, 4, 2, 1), "not sorted": (4, 6, 1, 6, 2)}

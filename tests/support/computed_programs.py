@@ -195,6 +195,22 @@ def called(name: str) -> nn.Module:
     return model
 
 
+# name: class, options
+RECURRENT: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "lstm": (nn.LSTM, {}),
+    "projected lstm": (nn.LSTM, {"proj_size": 2}),
+    "lstm of two layers": (nn.LSTM, {"num_layers": 2, "bidirectional": True}),
+    "gru": (nn.GRU, {}),
+    "rnn": (nn.RNN, {}),
+    "rnn of relu": (nn.RNN, {"nonlinearity": "relu"}),
+}
+
+
+def recurrent(name: str, weight: str) -> nn.Module:
+    kind, options = RECURRENT[name]
+    return parametrizations.weight_norm(kind(5, 4, batch_first=True, **options), weight)
+
+
 COMPUTED = [
     *(Program(f"linear: {name}{', one position' * (not shape[1:])}", partial(built, layer), sized(shape), projected)
       for name, layer in LINEAR.items() for shape in ((6, 5), (5,))),
@@ -209,4 +225,7 @@ COMPUTED = [
               sized((3, 6, 5) if fold else (6, 5)), projected)
       for name in FILTERS for how, change in (("", lambda p: p), (", computed", torch.tanh)) for fold in (False, True)),
     *(Program(f"functional call: {name}", partial(called, name), sized((3,)), projected) for name in FORMS),
+    *(Program(f"recurrent: weight_norm of {weight} of a {name}", partial(recurrent, name, weight), sized((6, 5)),
+              lambda model, x: model(x)[0].square().sum((1, 2)))
+      for name in RECURRENT for weight in ("weight_ih_l0", "weight_hh_l0")),
 ]  # fmt: skip
