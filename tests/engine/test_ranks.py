@@ -125,12 +125,14 @@ def test_noise_is_drawn_once_a_step_and_is_the_same_on_all_ranks(mode, tmp_path)
     assert_independent_noise(layers.numpy(), 1e-9)
 
 
-EPSILON = accounting.epsilon(noise_multiplier=1.0, sample_rate=8 / 24, steps=6, delta=1e-5) * 1.0001
+def budget():
+    """Of six steps."""
+    return accounting.epsilon(noise_multiplier=1.0, sample_rate=8 / 24, steps=6, delta=1e-5) * 1.0001
 
 
 def charged(path):
     """Three steps on a ledger that another run has spent on, and a refused one."""
-    engine = private(ledger=path, max_epsilon=EPSILON, target_delta=1e-5)
+    engine = private(ledger=path, max_epsilon=budget(), target_delta=1e-5)
     with pytest.raises(BudgetExceededError) as refused:
         runs.train(engine, 10**6)
     found = {name: getattr(engine, name) for name in ("ledger", "events", "steps_taken")}
@@ -149,7 +151,7 @@ def test_one_rank_charges_and_all_know(tmp_path):
     assert (lead["ledger"].path, other["ledger"]) == (path, None)
     for name in ("events", "epsilon", "forecast"):
         assert lead[name] == other[name]
-    assert lead["epsilon"] == pytest.approx(EPSILON, rel=1e-3)
+    assert lead["epsilon"] == pytest.approx(budget(), rel=1e-3)
     assert other["refused"] == lead["refused"] + " (on rank 0, which leads)"
 
 
@@ -229,7 +231,7 @@ def test_the_leading_rank_alone_is_asked_for_an_optimizer_s_state(tmp_path):
 @pytest.mark.parametrize("loop", [runs.train, runs.train_by_hand])
 @pytest.mark.usefixtures("coarse_losses")
 def test_an_engine_whose_budget_is_used_up_can_be_saved(loop, tmp_path):
-    options = {"noise_multiplier": 1.0, "max_epsilon": EPSILON, "target_delta": 1e-5}
+    options = {"noise_multiplier": 1.0, "max_epsilon": budget(), "target_delta": 1e-5}
     engine = runs.engine_for(runs.network(), **options)
     with pytest.raises(BudgetExceededError):
         [loop(engine) for _ in range(10**3)]
@@ -407,6 +409,7 @@ def test_what_ranks_must_not_do_is_refused_on_all(name, said_by_ranks):
 def in_a_group_made_anew(folder, wrapped):
     """Each rank builds its engine in a world of one, which is destroyed and made one of two."""
     rank = dist.get_rank()
+    dist.barrier()  # else one may leave before the other has joined
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/alone-{rank}", rank=0, world_size=1)
     model = runs.network()
