@@ -483,7 +483,7 @@ def test_no_object_of_a_loss_stops_a_step():
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_no_graph_of_before_runs_after_a_change(name, monkeypatch):
     model, loss_fn, change = CHANGES[name]()
     clipper = compiled(model, loss_fn)

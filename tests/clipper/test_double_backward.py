@@ -21,7 +21,7 @@ READING_NUMBERS = [row for row in CASES if any(not spec.below and spec.batch_dim
 
 @pytest.mark.parametrize("linear", [True, False], ids=["of the sum", "of other losses"])
 @pytest.mark.parametrize("case", READING_NUMBERS, ids=str)
-@pytest.mark.one_in(48)
+@pytest.mark.one_in(96)
 def test_a_penalty_on_the_slope_is_exact_behind_every_layer(case, linear):
     """Where torch has second derivatives of the layer; where not, it is refused."""
     model = OnInputs(case.model(), case.batch_dims, case.output_dim, linear)

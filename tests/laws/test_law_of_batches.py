@@ -15,7 +15,7 @@ import ghostclip
 
 @pytest.mark.parametrize("program", TRAPS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_traps(program, dtype):
     """That a stored layout, or marks read carelessly, get wrong."""
     assert_letters(program, dtype)
@@ -29,7 +29,7 @@ def test_what_is_late(name):
 
 
 @pytest.mark.parametrize("program", [*PARTS, *LENGTHS, *OPEN, *STEPS, *MOVES], ids=str)
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 def test_moves(program):
     """Rows that are moved in some batches only, and rows that gradients don't settle at first."""
     assert_letters(program, torch.float64)

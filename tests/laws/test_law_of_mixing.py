@@ -20,7 +20,7 @@ every_hook = pytest.mark.parametrize("hook", mixing.HOOKS, ids=lambda name: name
 @every_mixture
 @every_network
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 def test_activations(mixture, network, dtype):
     assert_letters(between(mixture, network, mixing.MIXTURES[mixture]), dtype)
 

@@ -24,7 +24,7 @@ def test_parameters_outside_of_layers(program):
 
 
 @pytest.mark.parametrize("program", MODELS, ids=str)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_models(program):
     assert_exact(program, 0, torch.float64)
 
