@@ -4597,7 +4597,7 @@ USED = [
     Mutant(
         "engines inside of a search are not noted",
         "ghostclip/engine/earlier_engines.py",
-        "    note_charges(engine._spending._runs, built=True)\n",
+        "    note_charges(mark.charges[0], built=True, after=mark.charges[1:])\n",
         "",
         CHARGES,
     ),
@@ -4882,8 +4882,8 @@ SEARCHED_AND_FROZEN = [
     Mutant(
         "a mean that a search wasn't given is free in its runs",
         NOTED,
-        "if run not in without]",
-        'if not run.startswith("before-")]',
+        "if run not in without}",
+        'if not run.startswith("before-")}',
         (*CHARGES, "-k", "released_before"),
     ),
     Mutant(
@@ -4931,16 +4931,16 @@ SEARCHED_AND_FROZEN = [
     Mutant(
         "a run is held to the steps of earlier runs, too",
         NOTED,
-        "spent - self._taken.get(run, Counter())",
-        "spent",
-        (*CHARGES, "-k", "each_run"),
+        "new, whole = _less(own, self._taken)",
+        "new, whole = own",
+        (*CHARGES, "-k", "taken_in_the_score or or_less"),
     ),
     Mutant(
         "an engine that goes on in a later run of a search is not noted",
         SEARCH,
         "        for number in runs.settings[runs.done :]:\n",
         "        for number in runs.settings[runs.done :]:\n            noted._engines.clear()\n",
-        (*CHARGES, "-k", "each_run"),
+        (*CHARGES, "-k", "goes_on_from"),
     ),
     Mutant(
         "a date is another user in numpy",

@@ -54,13 +54,14 @@ class Noted:
     def take(self, without: Container[str]) -> list[Event]:
         """What was charged since this was called last, one event a mechanism; ``without`` runs of these names."""
         found: dict[str, Counter[Event]] = {}
-        every = [_less(each.charges, each.before) for each in self._engines]
+        every = [
+            {run: spent for run, spent in _less(each.charges, each.before).items() if run not in without}
+            for each in self._engines
+        ]
         for engine, own in zip(self._engines, every, strict=True):
-            new = {run: spent for run, spent in _less(own, self._taken).items() if run not in without}
-            whole = _joined([own, *engine.after])
-            if any(new.values()) and any(self._earlier.get(run) for run in whole if run not in without):
-                new = {run: spent for run, spent in whole.items() if run not in without}
-            found = _joined([found, new])
+            new, whole = _less(own, self._taken), _joined([own, *engine.after])
+            goes_on = any(new.values()) and any(map(self._earlier.get, whole))
+            found = _joined([found, whole if goes_on else new])
         self._taken = _joined([self._taken, *every])
         return merged(replace(event, count=count) for spent in found.values() for event, count in spent.items())
 
