@@ -53,7 +53,8 @@ def guarantee(events: Sequence[Event], *, delta: float, accountant: str = "pld")
     happened = merged(events)
     if not happened:
         return f"{figures}: nothing was released"
-    return f"{figures}, after {'; '.join(map(steps, happened))}. {neighbours(happened[0])}"
+    in_order = [event for event in happened if _is_cyclic(event)]
+    return f"{figures}, after {'; '.join(map(steps, happened))}. {neighbours([*in_order, *happened][0])}"
 
 
 def steps(event: Event) -> str:
@@ -93,6 +94,9 @@ def neighbours(event: Event) -> str:
     what = "example" if event.unit == "example" else "user (all examples of theirs)"
     if event.relation == "replace_one":
         return f"Neighbouring data sets differ in what one {what} is (replace_one)."
-    once = event.events[0] if isinstance(event, JointGaussian) else event
-    place = ", whose place in the order stays empty without it" if isinstance(once, CyclicGaussian) else ""
+    place = ", whose place in the order stays empty without it" if _is_cyclic(event) else ""
     return f"Neighbouring data sets differ by the presence of one {what}{place} (add_or_remove_one)."
+
+
+def _is_cyclic(event: Event) -> bool:
+    return isinstance(event.events[0] if isinstance(event, JointGaussian) else event, CyclicGaussian)

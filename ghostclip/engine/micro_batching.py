@@ -165,8 +165,8 @@ class MicroBatches:
                 f"{in_words(reserve)} kept for the optimizer; use a smaller model, shorter examples, or more memory"
             )
         log.info(
-            'max_physical_batch_size="auto": batches of %d fit into %s (the loss function was called for batches of '
-            "several sizes to find out)", most, in_words(memory.limit),
+            'max_physical_batch_size="auto": batches of %d fit into %s (private: not for release; the loss '
+            "function was called for batches of several sizes to find out)", most, in_words(memory.limit),
         )  # fmt: skip
         self.agree([most])
 

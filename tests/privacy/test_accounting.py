@@ -278,6 +278,12 @@ def test_guarantees_in_words_name_epsilon_and_what_is_protected() -> None:
     assert accounting.guarantee([], delta=0.1).endswith("nothing was released")
 
 
+def test_guarantees_of_two_kinds_of_steps_say_that_a_place_stays_empty() -> None:
+    in_order = CyclicGaussian(1.0, 3.0, 10, separation=5, sensitivity=1.0)
+    for every in ([SampledGaussian(0.1, 3.0, 2), in_order], [in_order]):
+        assert "whose place in the order stays empty" in accounting.guarantee(every, delta=1e-5)
+
+
 def test_more_steps_than_are_composed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def spent(steps: int, accountant: str = "pld") -> float:
         return accounting.epsilon(

@@ -91,7 +91,8 @@ class PrivacyCallback(lightning.Callback):
         if len(trainer.optimizers) != 1:
             raise PrivacyError(
                 f"configure_optimizers returned {len(trainer.optimizers)} optimizers, and a step is private for one; "
-                "return one optimizer with several parameter groups"
+                "return one optimizer with several parameter groups; of two networks that train against each other, as "
+                "a GAN's, train the one that sees the data by ghostclip.PrivacyEngine, in a loop of your own"
             )
         if trainer.ckpt_path and not self._restored:
             raise PrivacyError(
