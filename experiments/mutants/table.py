@@ -3451,7 +3451,7 @@ BY_MARKS = [
         "ghostclip/graph/owners.py",
         "            wrong |= (~base[:, 0].isfinite() & self.finite[owner]).any(1)\n",
         "            pass\n",
-        ("tests/clipper/test_experts.py",),
+        ("tests/clipper/test_nonfinite.py", "-k", "none_is_finite"),
     ),
     Mutant(
         "rows without a gradient are some example's",
