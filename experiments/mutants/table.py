@@ -2420,7 +2420,7 @@ OF_COMPANY = [
     Mutant(
         "data sets that read several at once are read one by one",
         LOADING,
-        "if read is None or read.one_by_one:",
+        "if read is None or read.needs_single_reads:",
         "if read is None or read.single:",
         COLLATED,
     ),
@@ -4422,7 +4422,7 @@ USED = [
     Mutant(
         "the first entry of what a data set reads is its first example",
         LOADING,
-        "if read is None or read.one_by_one:",
+        "if read is None or read.needs_single_reads:",
         "if read is None or read.drew:",
         (*COLLATED, "-k", "reads_a_batch"),
     ),

@@ -48,7 +48,7 @@ class ReadRows(NamedTuple):
     single: bool
 
     @property
-    def one_by_one(self) -> bool:
+    def needs_single_reads(self) -> bool:
         """Whether losses need these rows read by themselves: here a row's random numbers follow those before it."""
         return self.drew and self.single
 
@@ -89,7 +89,7 @@ class LoadedRows:
         """The batch of the rows in the places ``index``, in this order; a row may come several times."""
         with trying(), drawing_from(random_states()):
             read = self.read_together(index) if self.reads_several else None
-            if read is None or read.one_by_one:
+            if read is None or read.needs_single_reads:
                 read = ReadRows([self._example(self.rows[place]) for place in index], (), drew=False, single=True)
             lengths = [length_of(example) for example in read.examples] if read.single else []
             before = _seeded(self.seed)

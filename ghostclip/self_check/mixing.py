@@ -155,7 +155,7 @@ class MixingTest:
         """
         rows, every = self._trial.rows, self._trial.every
         with attempted("rows of the data set are not compared"):  # it need not give a row twice
-            if not rows.reads_several or not (whole := rows.read_together(every)).one_by_one:
+            if not rows.reads_several or not (whole := rows.read_together(every)).needs_single_reads:
                 return None
             kept = self._dice.sample(every, max(1, len(every) // 2))
             read, again = rows.read_together(self._replaced(kept)), rows.read_together(every)
