@@ -5173,6 +5173,13 @@ SEEDED_AND_CHARGED = [
         ("tests/engine/test_collated.py", "-k", "reads_several"),
     ),
     Mutant(
+        "texts that a data set mixes are not looked for",
+        "ghostclip/self_check/mixing.py",
+        "leaf = hash(leaf)",
+        "leaf = None",
+        ("tests/engine/test_collated.py", "-k", "reads_several"),
+    ),
+    Mutant(
         "a loss function that ignores its batch is not looked for",
         "ghostclip/self_check/mixing.py",
         "return OF_OTHERS if stay else None",

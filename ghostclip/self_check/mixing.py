@@ -359,15 +359,21 @@ def _by_row(batch: Any, rows: int) -> dict[str, Tensor]:
 
 
 def _tensors_in(example: Any) -> dict[tuple[str, torch.Size], Tensor]:
-    """{(name, shape): tensor} of an example's tensors, arrays and numbers."""
+    """{(name, shape): tensor} of an example's tensors, arrays, images, texts and numbers."""
     leaves = [(str(path), leaf) for path, leaf in tree_flatten_with_path(example)[0]]
     leaves += [(path + name, each) for path, leaf in leaves for name, each in tensors_of(leaf, 0)]
-    found = (
-        (name, leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf))
-        for name, leaf in leaves
-        if isinstance(leaf, Tensor | np.ndarray | int | float)
-    )
-    return {(name, each.shape): each for name, each in found}
+    found = ((name, _as_tensor(leaf)) for name, leaf in leaves)
+    return {(name, each.shape): each for name, each in found if each is not None}
+
+
+def _as_tensor(leaf: Any) -> Tensor | None:
+    """A tensor that is another one where the leaf is; None for objects that can't be compared."""
+    if not isinstance(leaf, Tensor | int | float | str | bytes) and hasattr(leaf, "__array_interface__"):
+        leaf = np.asarray(leaf)  # an image
+        leaf = tuple(leaf.flat) if leaf.dtype.kind not in "biufc" else leaf
+    if isinstance(leaf, str | bytes | tuple):
+        leaf = hash(leaf)
+    return torch.as_tensor(leaf) if isinstance(leaf, Tensor | np.ndarray | int | float) else None
 
 
 def _changed(these: ReadRows, those: ReadRows, places: Iterable[int]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from case_models import Wired
+from PIL import Image
 from private_runs import losses_of as plain
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -197,6 +198,35 @@ def as_read(batch: Any) -> Any:
     return batch
 
 
+class Stored(AtOnce):
+    """Gives the x of each row as another kind of object."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor], store: Callable[[Tensor], Any]) -> None:
+        super().__init__(read, listed=True)
+        self.store = store
+
+    def __getitems__(self, rows: list[int]) -> Any:
+        return [(self.store(x), y) for x, y in super().__getitems__(rows)]
+
+
+# Of a row x: (the object that the data set gives, its numbers again).
+STORED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
+    "images": (lambda x: Image.fromarray(x.numpy()[None]), np.array),
+    "texts": (lambda x: " ".join(map(str, x.tolist())), str.split),
+    "arrays of texts": (lambda x: np.array(list(map(str, x.tolist()))), np.array),
+}
+
+
+def stored(kind: str, read: Callable[[Tensor], Tensor]) -> Callable[[], Training]:
+    store, numbers = STORED[kind]
+
+    def collate(rows: list[Any]) -> Any:
+        found = [torch.from_numpy(np.array(numbers(x), dtype=np.float32)).view(-1) for x, _ in rows]
+        return torch.stack(found), default_collate([y for _, y in rows])
+
+    return of_features(lambda: Stored(read, store), collate)
+
+
 MIXING |= {
     "mixup": of_features(features, mixup),
     "centred_where_the_data_set_reads_several": of_features(lambda: AtOnce(lambda x: x - x.mean(0), listed=True)),
@@ -204,7 +234,7 @@ MIXING |= {
     "mixup_of_pairs_where_the_data_set_reads_several": of_features(lambda: AtOnce(mixed_in_pairs, listed=True)),
     "centred_and_augmented_where_the_data_set_reads_several": of_features(lambda: AtOnce(centred, listed=True)),
     "mixup_where_the_data_set_reads_a_batch": of_features(lambda: AtOnce(mixed), as_read),
-}
+} | {f"mixup_where_the_data_set_reads_several, {kind}": stored(kind, mixed) for kind in STORED}
 HONEST |= {
     "augmented_at_random": of_features(lambda: Features(noisy)),
     "augmented_by_a_generator_of_its_own": of_features(by_its_own_generator),
@@ -214,7 +244,7 @@ HONEST |= {
     ),
     "augmented_by_content_where_the_data_set_reads_several": of_features(lambda: AtOnce(by_content, listed=True)),
     "augmented_where_the_data_set_reads_a_batch": of_features(lambda: AtOnce(noisy), as_read),
-}
+} | {f"augmented_where_the_data_set_reads_several, {kind}": stored(kind, noisy) for kind in STORED}
 
 
 # Batches of every structure, in which a model takes the mean of the batch away.
