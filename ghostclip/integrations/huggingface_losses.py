@@ -31,13 +31,17 @@ __all__ = [
 # (model, inputs of a physical batch) -> losses [B].
 ComputeLosses = Callable[[nn.Module, dict[str, Any]], Tensor]
 
-# Models listed for a task whose own loss is another one: of other tokens than the next, or the first of each word.
+# Models listed for a task whose own loss is another one: of other tokens than the next, the first of each word, or
+# a class.
 OF_ANOTHER_LOSS = {
     "XLNetLMHeadModel", "XLMWithLMHeadModel", "ProphetNetForCausalLM", "XLMProphetNetForCausalLM",
     "ProphetNetForConditionalGeneration", "XLMProphetNetForConditionalGeneration", "BrosForTokenClassification",
+    "LxmertForQuestionAnswering",
 }  # fmt: skip
 # Libraries whose forwards and losses are known.
 LIBRARIES = ("transformers", "peft", "trl", "accelerate", "torch", "ghostclip")
+# The labels of question answering: the places of an answer's first and last token.
+SPAN = "start_positions", "end_positions"
 # Those that take labels which were shifted before: each stands at the place of the token before it.
 SHIFTED_BEFORE = {
     "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
@@ -92,8 +96,9 @@ def losses_of_task(model: nn.Module) -> ComputeLosses:
             return next_token_losses if speech else losses
     raise UnsupportedModelError(
         f"the loss of one example isn't known for {names[0]}: it is derived for causal and masked language models, "
-        "sequence to sequence models, and classification of sequences, tokens, images, audio and video; give "
-        "PrivateTrainer(compute_losses=...), a function of (model, inputs) that returns one loss for each example"
+        "sequence to sequence models, question answering, multiple choice, and classification of sequences, tokens, "
+        "images, audio and video; give PrivateTrainer(compute_losses=...), a function of (model, inputs) that returns "
+        "one loss for each example"
     )
 
 
@@ -158,12 +163,27 @@ def class_losses_of(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(1)
 
 
+def span_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """[B]: the mean of the cross-entropies of an answer's first and last token; zero for one beyond the text."""
+    places = [_labels(inputs, name).reshape(-1) for name in SPAN]
+    outputs = model(**{name: value for name, value in inputs.items() if name not in SPAN})
+    names = "start_logits", "end_logits"
+    found = [outputs[name] for name in names] if isinstance(outputs, Mapping) else outputs[: len(names)]
+    losses = [
+        F.cross_entropy(logits, place.clamp(0, logits.shape[1]), ignore_index=logits.shape[1], reduction="none")
+        for logits, place in zip(map(_widened, found), places, strict=True)
+    ]
+    return torch.stack(losses).mean(0)
+
+
 # The first one that lists a model's class; some sequence to sequence models are listed as masked language models, too.
 TASKS: list[tuple[Mapping[str, Any], ComputeLosses]] = [
     (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, sequence_to_sequence_losses),
     (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, next_token_losses),
     (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, token_losses),
     (auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, token_losses),
+    (auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, span_losses),
+    (auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES, class_losses),
     (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, class_losses),
     (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, class_losses),
     (auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES, class_losses),
@@ -173,17 +193,21 @@ TASKS: list[tuple[Mapping[str, Any], ComputeLosses]] = [
 
 def _outputs(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Logits, in float32 or wider, and labels."""
-    labels, logits = _labels(inputs), _logits(model, inputs)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)), labels
+    labels = _labels(inputs)
+    return _widened(_logits(model, inputs)), labels
 
 
-def _labels(inputs: Mapping[str, Any]) -> Tensor:
-    if "labels" not in inputs:
+def _widened(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _labels(inputs: Mapping[str, Any], name: str = "labels") -> Tensor:
+    if name not in inputs:
         raise ValueError(
-            f"the inputs have no entry named labels (label_names isn't read), only {', '.join(inputs)}; use a data "
+            f"the inputs have no entry named {name} (label_names isn't read), only {', '.join(inputs)}; use a data "
             "collator that makes it, or give PrivateTrainer(compute_losses=...)"
         )
-    return inputs["labels"]
+    return inputs[name]
 
 
 def _labels_of_next(inputs: Mapping[str, Any]) -> Tensor:

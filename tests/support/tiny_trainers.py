@@ -92,12 +92,24 @@ def image() -> Example:
     return {"pixel_values": torch.randn(3, 8, 8, dtype=torch.float64), "labels": torch.randint(0, CLASSES, ())}
 
 
+def question() -> Example:
+    """A question with the text that answers it, and the places of the answer's first and last token."""
+    start, end = torch.randint(0, LENGTH, (2,)).sort().values
+    return {"input_ids": tokens(), "start_positions": start, "end_positions": end}
+
+
+def choices() -> Example:
+    return {"input_ids": torch.stack([tokens(), tokens()]), "labels": torch.randint(0, 2, ())}
+
+
 # By name: model, and an example of its data.
 TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Example]]] = {
     "causal language model": (gpt2, text),
     "masked language model": (lambda: bert("MaskedLM"), masked_text),
     "token classification": (lambda: bert("TokenClassification"), labelled_tokens),
     "sequence classification": (lambda: bert("SequenceClassification"), labelled_text),
+    "question answering": (lambda: bert("QuestionAnswering", num_labels=2), question),
+    "multiple choice": (lambda: bert("MultipleChoice", initializer_range=0.3), choices),
     "image classification": (vit, image),
     "sequence to sequence": (t5, translation),
 }
