@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import scipy
 
@@ -97,7 +97,6 @@ def _noise_within(target: Target, events_of: Callable[[float], Sequence[Event]])
 def _least_noise(events_of: Callable[[float], Sequence[Event]], events: Sequence[Event], target: Target) -> float:
     """`_noise_within`, with the events at noise multiplier 1."""
 
-    @cache
     def excess(log_noise: float, coarser: int = 1) -> float:
         return target.excess(events_of(math.exp(log_noise)), coarser)
 
@@ -176,7 +175,6 @@ def affordable(
     """
     spent = list(spent)
 
-    @cache
     def excess(count: int, accountant: str = accountant) -> float:
         return Target(max_epsilon, delta, accountant).excess([*spent, replace(event, count=count)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -40,9 +41,7 @@ class Target:
 
     def excess(self, events: Sequence[Event], coarser: int = 1) -> float:
         """How far events are above it, on a grid ``coarser`` times as wide; finite, as a root finder needs it."""
-        if self.delta is None:
-            return risk_of(events, coarser=coarser).advantage - self.most
-        return min(epsilon_of(events, delta=self.delta, accountant=self.accountant, coarser=coarser) - self.most, 1e6)
+        return _excess(self, tuple(events), coarser)
 
     @property
     def mu(self) -> float:
@@ -64,6 +63,15 @@ class Target:
             f"{name}={self.most!r} can't be reached: {self.accountant!r} gives more for steps={steps} at "
             f"sample_rate={sample_rate!r}{where}, however large the noise; raise {raised}, or take fewer steps"
         )
+
+
+@lru_cache(maxsize=256)
+def _excess(target: Target, events: tuple[Event, ...], coarser: int) -> float:
+    """`Target.excess`, which a search asks for twice, and a training that is set up again asks for again."""
+    if target.delta is None:
+        return risk_of(events, coarser=coarser).advantage - target.most
+    found = epsilon_of(events, delta=target.delta, accountant=target.accountant, coarser=coarser)
+    return min(found - target.most, 1e6)
 
 
 def target_of(
