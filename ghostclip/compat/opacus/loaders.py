@@ -110,7 +110,8 @@ class DPDataLoader:
             raise PrivacyError(
                 "the batch before this one had no loss.backward() with optimizer.step(), so it was neither charged nor "
                 "released; leave neither out, or call data_loader.discard(), which charges the batch, before the next. "
-                "To accumulate gradients, give the DataLoader the whole batch_size, and use BatchMemoryManager"
+                "To accumulate gradients, give the DataLoader the whole batch_size, and use BatchMemoryManager. To "
+                "evaluate, loop over the DataLoader that was given"
             )
 
 
