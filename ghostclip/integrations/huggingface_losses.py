@@ -31,12 +31,12 @@ __all__ = [
 # (model, inputs of a physical batch) -> losses [B].
 ComputeLosses = Callable[[nn.Module, dict[str, Any]], Tensor]
 
-# Models listed for a task whose own loss is another one: of other tokens than the next, the first of each word, or
-# a class.
+# Models listed for a task whose own loss is another one, as of other tokens than the next or the first of each word, or
+# needs lengths that only their forward has.
 OF_ANOTHER_LOSS = {
     "XLNetLMHeadModel", "XLMWithLMHeadModel", "ProphetNetForCausalLM", "XLMProphetNetForCausalLM",
     "ProphetNetForConditionalGeneration", "XLMProphetNetForConditionalGeneration", "BrosForTokenClassification",
-    "LxmertForQuestionAnswering",
+    "LxmertForQuestionAnswering", "GraniteSpeech5ForCTC", "LasrForCTC", "ParakeetForCTC",
 }  # fmt: skip
 # Libraries whose forwards and losses are known.
 LIBRARIES = ("transformers", "peft", "trl", "accelerate", "torch", "ghostclip")
@@ -96,9 +96,9 @@ def losses_of_task(model: nn.Module) -> ComputeLosses:
             return next_token_losses if speech else losses
     raise UnsupportedModelError(
         f"the loss of one example isn't known for {names[0]}: it is derived for causal and masked language models, "
-        "sequence to sequence models, question answering, multiple choice, and classification of sequences, tokens, "
-        "images, audio and video; give PrivateTrainer(compute_losses=...), a function of (model, inputs) that returns "
-        "one loss for each example"
+        "sequence to sequence models, question answering, multiple choice, speech recognition by CTC, and "
+        "classification of sequences, tokens, images, audio and video; give PrivateTrainer(compute_losses=...), a "
+        "function of (model, inputs) that returns one loss for each example"
     )
 
 
@@ -176,6 +176,22 @@ def span_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     return torch.stack(losses).mean(0)
 
 
+def ctc_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """[B]: connectionist temporal classification; over the number of an example's labels if the model takes a mean."""
+    base, labels = base_model(model), _labels(inputs)
+    logits, counted = _widened(_logits(model, inputs)), labels >= 0
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        speech = inputs[base.main_input_name]
+        mask = torch.ones(speech.shape[:2], dtype=torch.long, device=speech.device)
+    lengths, targets = base._get_feat_extract_output_lengths(mask.sum(1)).long(), counted.sum(1)
+    losses = F.ctc_loss(
+        logits.log_softmax(2).transpose(0, 1), labels[counted], lengths, targets, base.config.pad_token_id, "none",
+        base.config.ctc_zero_infinity,
+    )  # fmt: skip
+    return losses / targets.clamp(min=1) if base.config.ctc_loss_reduction == "mean" else losses
+
+
 # The first one that lists a model's class; some sequence to sequence models are listed as masked language models, too.
 TASKS: list[tuple[Mapping[str, Any], ComputeLosses]] = [
     (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, sequence_to_sequence_losses),
@@ -184,6 +200,7 @@ TASKS: list[tuple[Mapping[str, Any], ComputeLosses]] = [
     (auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, token_losses),
     (auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, span_losses),
     (auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES, class_losses),
+    (auto.MODEL_FOR_CTC_MAPPING_NAMES, ctc_losses),
     (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, class_losses),
     (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, class_losses),
     (auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES, class_losses),

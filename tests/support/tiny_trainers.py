@@ -49,6 +49,18 @@ def vit() -> nn.Module:
     )  # fmt: skip
 
 
+def wav2vec2() -> nn.Module:
+    return transformers.Wav2Vec2ForCTC(
+        transformers.Wav2Vec2Config(
+            vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12,
+            conv_dim=(6, 6), conv_stride=(4, 2), conv_kernel=(8, 3), num_feat_extract_layers=2, mask_time_prob=0.0,
+            feat_extract_norm="layer", do_stable_layer_norm=True, num_conv_pos_embeddings=4, layerdrop=0.0,
+            num_conv_pos_embedding_groups=2, ctc_loss_reduction="mean", hidden_dropout=0.0, attention_dropout=0.0,
+            feat_proj_dropout=0.0, final_dropout=0.0, activation_dropout=0.0, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
 def bert(task: str, **changes: Any) -> nn.Module:
     """BERT for a task; ``task`` ends the name of its class."""
     return getattr(transformers, f"BertFor{task}")(transformers.BertConfig(**BERT | changes))
@@ -98,6 +110,14 @@ def question() -> Example:
     return {"input_ids": tokens(), "start_positions": start, "end_positions": end}
 
 
+def speech() -> Example:
+    """Of random length, with up to four labels."""
+    sound, labels = torch.randn(200, dtype=torch.float64), tokens()[:4]
+    labels[int(torch.randint(1, 5, ())) :] = IGNORED
+    heard = torch.arange(200) < torch.randint(150, 201, ())
+    return {"input_values": sound * heard, "attention_mask": heard.long(), "labels": labels}
+
+
 def choices() -> Example:
     return {"input_ids": torch.stack([tokens(), tokens()]), "labels": torch.randint(0, 2, ())}
 
@@ -110,6 +130,7 @@ TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Example]]] = {
     "sequence classification": (lambda: bert("SequenceClassification"), labelled_text),
     "question answering": (lambda: bert("QuestionAnswering", num_labels=2), question),
     "multiple choice": (lambda: bert("MultipleChoice", initializer_range=0.3), choices),
+    "speech recognition": (wav2vec2, speech),
     "image classification": (vit, image),
     "sequence to sequence": (t5, translation),
 }
