@@ -31,7 +31,7 @@ from ghostclip.sampling.loading import (
 from ghostclip.sampling.logical import BatchOwner, BatchState, LogicalBatch, Unowned
 from ghostclip.sampling.schemes import CyclicPoisson, Scheme, drawn_groups, scheme_named
 from ghostclip.sampling.users import Users
-from ghostclip.validate import positive_int
+from ghostclip.validate import positive_int, whole
 
 __all__ = ["LogicalBatches"]
 
@@ -108,7 +108,7 @@ class LogicalBatches:
         self._share = share
         # A function of its own: a method would put the samples into a reference cycle.
         self._divide = partial(divided, self._users, self.limit, share)
-        self._seeded = None if seed is None else np.random.default_rng(seed)
+        self._seeded = None if seed is None else np.random.default_rng(whole(seed=seed))
         self._generator, self._bands, self.sampling = generator, positive_int(bands=bands), sampling
         self.groups: np.ndarray | None = None
         self.scheme_of = partial(self._scheme, sampling, neighboring, max_batch_size)

@@ -154,7 +154,7 @@ def drawn_after_a_seed(**options: Any) -> list[float]:
     [
         ({"noise_multiplier": 1.0}, False),
         ({"noise_multiplier": 1.0, "noise": "hardened"}, False),
-        ({"noise_multiplier": 1.0, "noise": "test", "seed": 0}, True),
+        ({"noise_multiplier": 1.0, "noise": "test", "seed": 0.0}, True),
         ({"noise_multiplier": 0.0}, True),
     ],
 )
