@@ -138,6 +138,8 @@ class Ghost(Steps):
             self._optimizer,
             data,
             ledger=settings.ledger,
+            # What the ledger has from other runs isn't part of what the noise was calibrated for.
+            max_epsilon=None if settings.ledger is None else settings.target_epsilon,
             memory_limit=settings.memory_limit,
             before=[] if settings.mean_noise is None else [self._centred(settings.mean_noise)],
             **settings.of_engine,

@@ -162,9 +162,10 @@ class GhostClipper(RefusesNames):
     def sensitivity(self) -> float:
         """The L2 bound on one example's contribution to the clipped sum in the p.grads, as `backward` reports it.
 
-        For float32 and float64 parameters it is the policy's bound. For narrower types each backward rounds a float32
-        sum to p.grad. So the bound grows by a relative k n eps after k backwards over n examples in all
-        (`ghostclip.clipper.gradient_guard.GradientGuard`). The engine avoids this: its sums are float32.
+        For float32 and float64 parameters it is the policy's bound, but for the rounding of sums (SECURITY.md): p.grads
+        of k backwards add up one by one. For narrower types each backward rounds a float32 sum to p.grad. So the bound
+        grows by a relative k n eps after k backwards over n examples in all
+        (`ghostclip.clipper.gradient_guard.GradientGuard`). The engine avoids both by sums of its own.
         """
         return self.passes.sensitivity * (1.0 + self._guard.excess)
 

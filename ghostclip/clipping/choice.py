@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -82,7 +83,7 @@ def as_policy(clipping: Any) -> Policy | Groupwise:
         return Clamped(clipping)
     if callable(clipping) and hasattr(clipping, "sensitivity"):
         return Custom(clipping, clipping.sensitivity)
-    if isinstance(clipping, (int, float)) and not isinstance(clipping, bool):
+    if isinstance(clipping, Real) and not isinstance(clipping, bool):
         return Flat(positive(clipping=clipping))
     raise TypeError(
         f"clipping must be a max norm (a number > 0), a policy of ghostclip.clipping, or a callable with a "

@@ -72,6 +72,14 @@ class Composed(Groupwise):
         self._sizes: dict[str, int] = {}
         self._thresholds: dict[str, float] | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("partition_rule", "rule", "scaling", "noise") and name in vars(self):
+            raise AttributeError(
+                f"{name} of a Composed policy stays as it was given: what an engine checks of it would not hold of "
+                "another one; build a Composed with it, and an engine or GhostClipper with that"
+            )
+        super().__setattr__(name, value)
+
     def __repr__(self) -> str:
         return f"Composed({self.partition_rule!r}, {self.rule!r}, {self.scaling!r}, {self.noise!r})"
 
@@ -79,7 +87,7 @@ class Composed(Groupwise):
         """A copy, which learns the groups of one model; what thresholds learnt is of one engine's data, and goes."""
         found = copy.deepcopy(self)
         if isinstance(found.rule, Quantiles):
-            found.rule = found.rule.anew()
+            vars(found)["rule"] = found.rule.anew()
         return found
 
     def partition(self, sizes: Mapping[str, int]) -> dict[str, str]:

@@ -35,16 +35,24 @@ def may_weigh_jointly(policy: Any) -> bool:
 class Weighing:
     """Looks at a policy of the user's in each physical batch; see `refuse_joint_weights`.
 
-    It is also asked again for the weights of the first batch: a function that remembers norms gives others.
+    It is also asked again for the weights of the first batch: a function that remembers norms gives others. And the
+    sensitivity that a policy states must stay: the noise would follow the norms with it.
     """
 
     def __init__(self, policy: Any) -> None:
         self._policy, self._changes = policy, adapts(policy)
+        self._sensitivity = policy.sensitivity if isinstance(policy, Clamped) else None
         self._first: tuple[Any, dict[str, Tensor]] | None = None
 
     def check(self, norms: Any) -> None:
-        """Raises PrivacyError unless each weight follows from the example's norm alone."""
+        """Raises PrivacyError unless each weight follows from the example's norm alone, and the sensitivity stays."""
         refuse_joint_weights(self._policy, norms)
+        if self._sensitivity is not None and self._policy.sensitivity != self._sensitivity:
+            raise PrivacyError(
+                f"the sensitivity of {type(self._policy.policy).__name__}, a clipping policy of your own, was "
+                f"{self._sensitivity!r} when the engine was built and is {self._policy.sensitivity!r} now; it may "
+                "follow from no example, so let it stay. Thresholds that change by a plan are a Schedule of the engine"
+            )
         if self._changes:
             return
         if self._first is None:

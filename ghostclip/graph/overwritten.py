@@ -50,7 +50,8 @@ REMEDY = "call engine.step(batch, loss_fn) or clipper.clip(loss_fn, batch), whic
 NOT_FIRST = (
     "whether what all examples share depends on them could not be tried: a tensor that the forward was given has not "
     "one row for each example in its first dimension, so that none could be overwritten. If examples mix, compute each "
-    f"loss from its own example; else move the examples to that tensor's first dimension, or {REMEDY}"
+    "loss from its own example; else move the examples to that tensor's first dimension (texts in a list are padded to "
+    f"one tensor by the collate function). Outside of engine.step and clipper.clip, {REMEDY}"
 )
 
 
@@ -100,7 +101,9 @@ def check_shared(
         raise _untried(saving[0], why, names) from error
     pairs = _pairs(uses, set(region.shared), reruns)
     for node, pair in pairs.items():
-        if node in saving and not _same(*map(_saved, pair)):
+        if node in saving and not _same(*(kept := [*map(_saved, pair)])):
+            if _sizes(kept[0]) != _sizes(kept[1]):
+                raise _sizes_differ(node, names)
             raise mixing_error(node, names)
     why = (
         ": the forward on some of the batch's rows takes another way, or this is computed outside of the model, as a "
@@ -123,6 +126,22 @@ def _refuse_unknown(nodes: Iterable[Any], why: str, names: ParameterNames) -> No
     for node in nodes:
         if not _takes_constants(node, names):
             raise _untried(node, why, names)
+
+
+def _sizes(kept: Iterable[Any]) -> list[torch.Size]:
+    return [each.shape for each in kept if isinstance(each, Tensor)]
+
+
+def _sizes_differ(node: Any, names: ParameterNames) -> UnsupportedModelError:
+    """The error about what all examples share where only its sizes are known to follow from them."""
+    call = getattr(node, "call", None)
+    what = f"layer {names.layer(call)}" if isinstance(call, LayerCall) else f"operation {node.name()}"
+    return UnsupportedModelError(
+        f"all examples share what the {what} gives, and it has another size for other rows of the batch, as where "
+        "texts are padded to the longest inside of the forward or the loss function. So it depends on the examples; "
+        "pad them in the collate function, or to one fixed length",
+        place=node,
+    )
 
 
 def _untried(node: Any, why: str, names: ParameterNames) -> UnsupportedModelError:

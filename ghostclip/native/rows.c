@@ -10,6 +10,8 @@
 #include "vectors.h"
 
 #define NONE -1L
+/* So many gradients of one row are added up as they are. */
+#define FEW 64
 
 /* Where an index that differs from most others may be found first. */
 INLINE long place_of(long index, long mask) {
@@ -93,18 +95,43 @@ int NAME(rows_squared)(const int64_t *indices, long index_example, long index_po
     return 0;
 }
 
-/* table [rows, width] += weights[b] * gradients[b, t] at row indices[b, t], for columns [first, last). */
+/* table [rows, width], of zeros, += weights[b] * gradients[b, t] at row indices[b, t], for columns [first, last).
+ * A row on which more than FEW gradients fall is added up in double: in float one example could change how hundreds of
+ * thousands of others are rounded, each a little. Returns 0, or 1 where there is no memory. */
 int NAME(rows_added)(const int64_t *indices, long index_example, long index_position, const REAL *gradients,
-                     long example_stride, long position_stride, const REAL *weights, REAL *table, long batch,
+                     long example_stride, long position_stride, const REAL *weights, REAL *table, long rows, long batch,
                      long positions, long width, long first, long last) {
+    /* Of each row how many gradients fall on it; then 1 + its number among those in double, or 0. */
+    long *found = calloc(rows + 1, sizeof(long)), many = 0;
+    if (!found) return 1;
+    for (long example = 0; example < batch; example++)
+        for (long t = 0; t < positions; t++) found[indices[example * index_example + t * index_position]]++;
+    for (long row = 0; row < rows; row++) found[row] = found[row] > FEW ? ++many : 0;
+    double *sums = calloc(many * (last - first) + 1, sizeof(double));
+    if (!sums) {
+        free(found);
+        return 1;
+    }
     for (long example = 0; example < batch; example++) {
         const REAL weight = weights[example];
         for (long t = 0; t < positions; t++) {
             const REAL *from = gradients + example * example_stride + t * position_stride;
-            REAL *into = table + indices[example * index_example + t * index_position] * width;
-            for (long k = first; k < last; k++) into[k] += weight * from[k];
+            const long row = indices[example * index_example + t * index_position];
+            if (found[row]) {
+                double *sum = sums + (found[row] - 1) * (last - first) - first;
+                for (long k = first; k < last; k++) sum[k] += (double)weight * from[k];
+            } else {
+                REAL *into = table + row * width;
+                for (long k = first; k < last; k++) into[k] += weight * from[k];
+            }
         }
     }
+    for (long row = 0; row < rows && many; row++) {
+        const double *sum = sums + (found[row] - 1) * (last - first) - first;
+        for (long k = first; k < last && found[row]; k++) table[row * width + k] = (REAL)sum[k];
+    }
+    free(found);
+    free(sums);
     return 0;
 }
 

@@ -12,7 +12,7 @@ from ghostclip.native.build import library
 from ghostclip.native.calls import run_examples
 from ghostclip.native.custom_ops import traceable
 
-__all__ = ["add_rows", "chained_squared_norms", "chains_are_there"]
+__all__ = ["chained_squared_norms", "chains_are_there", "summed_rows"]
 
 # Columns that are shared out together, a line of the cache.
 COLUMNS = 16
@@ -41,12 +41,23 @@ def chained_squared_norms(indices: Tensor, gradients: Tensor) -> tuple[Tensor, T
     return squared, sizes
 
 
-def add_rows(table: Tensor, indices: Tensor, gradients: Tensor, weights: Tensor) -> None:
-    """``table[indices[b, t]] += weights[b] * gradients[b, t]``, for a contiguous table [rows, d] and weights [B]."""
-    width, work = gradients.shape[2], gradients.numel()
-    arguments = (*_sides(indices, gradients), weights.contiguous(), table, *gradients.shape)
+@traceable(
+    "summed_rows(Tensor indices, Tensor gradients, Tensor weights, SymInt rows) -> Tensor",
+    lambda indices, gradients, weights, rows: gradients.new_empty(rows, gradients.shape[2]),
+)
+def summed_rows(indices: Tensor, gradients: Tensor, weights: Tensor, rows: int) -> Tensor:
+    """[rows, d]: the sum of ``weights[b] * gradients[b, t]`` at row ``indices[b, t]``, in float64, rounded once.
+
+    Args:
+        indices, gradients: [B, T] and [B, T, d], as above.
+        weights: [B].
+        rows: of the table.
+    """
+    table = gradients.new_zeros(rows, gradients.shape[2])
+    arguments = (*_sides(indices, gradients), weights.contiguous(), table, rows, *gradients.shape)
     # Threads share the columns: no two of them write to the same number.
-    run_examples("rows", "rows_added", gradients.dtype, width, work, arguments, COLUMNS)
+    run_examples("rows", "rows_added", gradients.dtype, table.shape[1], gradients.numel(), arguments, COLUMNS)
+    return table
 
 
 def _sides(indices: Tensor, gradients: Tensor) -> tuple[Tensor | int, ...]:

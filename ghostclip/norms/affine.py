@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .reduce import Parts, hidden
-from .term import squared_norms, to_float32, zero_examples
+from .term import squared_norms, summed_products, to_float32, zero_examples
 
 __all__ = ["LinearPair"]
 
@@ -50,8 +50,8 @@ class LinearPair:
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
         """``sum_i weights[i] * gradient[i]`` for each name, for weights [B]."""
         right = to_float32(self.right)
-        scaled = (self.left * weights.to(right.dtype).unsqueeze(1)).t()
-        return [scaled.sum(1) if name == "bias" else scaled @ right for name in self.names]
+        scaled = self.left * weights.to(right.dtype).unsqueeze(1)
+        return [scaled.sum(0) if name == "bias" else summed_products(scaled, right) for name in self.names]
 
     def keep_only(self, keep: Tensor) -> LinearPair:
         """The same with zeros for examples where ``keep`` [B] is False."""

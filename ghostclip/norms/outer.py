@@ -31,6 +31,7 @@ from .term import (
     split_examples,
     squared_norms,
     squared_sizes,
+    summed_products,
     to_float32,
 )
 
@@ -221,10 +222,13 @@ class OuterProduct(PerExampleGrads):
         left, right = (left * scale, right) if left.shape[2] <= right.shape[2] else (left, right * scale)
         if self.groups > 1:
             left, right = (side.unflatten(0, (-1, self.groups)) for side in (left, right))
+            if 1 in (left.shape[3], right.shape[3]):
+                products = torch.einsum("bgtp,bgtd->bgpd", left, right)
+                return products.sum(0, dtype=torch.float64).to(left.dtype).reshape(self.shape)
             return torch.einsum("bgtp,bgtd->gpd", left, right).reshape(self.shape)
         if not left.is_contiguous() and left.transpose(0, 1).is_contiguous():
             left, right = left.transpose(0, 1), right.transpose(0, 1)
-        return (left.flatten(0, 1).mT @ right.flatten(0, 1)).view(self.shape)
+        return summed_products(left.flatten(0, 1), right.flatten(0, 1)).view(self.shape)
 
     def replaced(self, function: Callable[[Tensor], Tensor]) -> OuterProduct:
         if self.groups == 1:

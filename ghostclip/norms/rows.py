@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ghostclip.native.custom_ops import is_traced
-from ghostclip.native.rows import add_rows, chained_squared_norms, chains_are_there
+from ghostclip.native.rows import chained_squared_norms, chains_are_there, summed_rows
 
 from .outer import chunks
 from .reduce import hidden_in_product
@@ -98,19 +97,15 @@ class LookupGrads(PerExampleGrads):
         return table
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        table = to_float32(self.gradients[:0]).new_zeros(self.shape)
-        self.add_weighted(table, weights)
-        return table
-
-    def add_weighted(self, table: Tensor, weights: Tensor) -> None:
-        """Adds `weighted_sum` to a contiguous table [*shape]."""
-        gradients = to_float32(self.gradients)
+        gradients, rows = to_float32(self.gradients), self.shape.numel() // max(1, self.width)
         weights = weights.to(gradients.dtype)
-        if chains_are_there(self.indices, gradients) and not is_traced():
-            add_rows(table, self.indices, gradients, weights)
-            return
-        gradients = gradients * weights.view(-1, 1, 1)
-        table.view(-1, self.width).index_add_(0, self.indices.flatten(), gradients.flatten(0, 1))
+        if chains_are_there(self.indices, gradients):
+            return summed_rows(self.indices, gradients, weights, rows).view(self.shape)
+        # In float64, as compiled C does: the places of a batch that fall on one row may be hundreds of thousands.
+        wide = gradients.new_zeros(rows, self.width, dtype=torch.float64)
+        weighted = gradients.double() * weights.view(-1, 1, 1)
+        wide.index_add_(0, self.indices.flatten(), weighted.flatten(0, 1))
+        return wide.to(gradients.dtype).view(self.shape)
 
     def split_rows(self, count: int, row_order: str) -> LookupGrads:
         return self.replaced(lambda tensor: split_examples(tensor, count, row_order).flatten(1, 2))
@@ -163,7 +158,7 @@ class BagGrads(PerExampleGrads):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         total = to_float32(self.gradients).new_zeros(self.shape)
         for part in chunks(self.examples, total[:1].nbytes * self.indices.shape[1]):
-            self.pick(part).rows().add_weighted(total, weights[part])
+            total += self.pick(part).rows().weighted_sum(weights[part])
         return total
 
     def split_rows(self, count: int, row_order: str) -> LookupGrads:

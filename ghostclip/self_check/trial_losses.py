@@ -187,7 +187,8 @@ class TrialLosses:
             model = copy.deepcopy(self.model).double()
         passes = None
         if self._passes is not None:
-            passes = FirstPasses(model, Sharding(model), self._passes.clipping, "auto", Planner(), None)
+            policy = copy.deepcopy(self._passes.clipping)  # it asks its rule for thresholds anew
+            passes = FirstPasses(model, Sharding(model), policy, "auto", Planner(), None)
         rows = replace(self.rows, transform=lambda batch: tree_map(_widened, self.rows.transform(batch)))
         found = TrialLosses(self._loss_fn, model, rows, passes)
         as_much = (found.first.norms is None) == (self.first.norms is None)

@@ -307,6 +307,9 @@ class ShardedTotals(Totals):
         # Whether sums of the current physical batch were reduced; and whether one failed after that.
         self._begun = self._lost = False
 
+    def _widen(self) -> None:
+        """Stays in float32: other ranks may have fewer physical batches, and sums that are reduced are of one type."""
+
     @contextmanager
     def physical_batch(self, add: Add, new: dict[int, Tensor]) -> Iterator[Add]:
         """Where it fails after some of its sums were reduced, the logical batch is lost."""

@@ -17,6 +17,8 @@ __all__ = ["Add", "Sharding", "Totals", "is_distributed", "local_part"]
 
 # Takes a part of a parameter (its id and the rows), and what is to be added to its sum: a tensor that nobody else uses.
 Add = Callable[[tuple[int, tuple[int, int] | None], Tensor], None]
+# Physical batches whose sums are added up as they are.
+FEW = 64
 
 
 def is_distributed() -> bool:
@@ -113,15 +115,34 @@ class Sharding:
 
 
 class Totals(dict[int, Tensor]):
-    """{id of a Parameter: its clipped sum, float32 or wider}, over the physical batches of a logical one."""
+    """{id of a Parameter: its clipped sum, float32 or wider}, over the physical batches of a logical one.
+
+    Sums of more than FEW physical batches are added up in float64: in float32 one example could change how those of all
+    after it are rounded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._added = 0
 
     @torch.no_grad()
     def add(self, new: dict[int, Tensor]) -> None:
         """Adds the sums of a physical batch, and empties ``new``."""
         if self and (both := [owner for owner in new if owner in self]):
+            if self._added == FEW:
+                self._widen()
             torch._foreach_add_([self[owner] for owner in both], [new.pop(owner) for owner in both])
+        self._added += 1
         self.update(new)
         new.clear()
+
+    def _widen(self) -> None:
+        for owner in self:
+            self[owner] = self[owner].double()
+
+    def clear(self) -> None:
+        super().clear()
+        self._added = 0
 
     def physical_batch(self, add: Add, new: dict[int, Tensor]) -> AbstractContextManager[Add]:
         """Around a physical batch, with what adds to its sums ``new``: ``add``, after which ranks may reduce them."""
@@ -137,8 +158,8 @@ class Totals(dict[int, Tensor]):
         """
         found = []
         for parameter in parameters:
+            wide = torch.promote_types(parameter.dtype, torch.float32)
             if (total := self.get(id(parameter))) is None:
-                wide = torch.promote_types(parameter.dtype, torch.float32)
                 total = torch.zeros_like(local_part(parameter), dtype=wide)
-            found.append(total)
+            found.append(total.to(wide))
         return found

@@ -57,6 +57,7 @@ ELSEWHERE = (
     "in this batch one example's loss depends on rows of others",
     "{} depends on the examples could not be tried: nothing changed",
     "whether what all examples share depends on them could not be tried",
+    "all examples share what the {} gives, and it has another size",
     "{} is given a tensor that all examples share",
     "the losses come from parameters, or layers",
     "an example whose loss or gradient is not finite spoils the gradients of others",

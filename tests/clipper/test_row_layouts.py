@@ -427,3 +427,26 @@ def test_an_index_that_is_said_must_agree(earlier):
     with pytest.raises(UnsupportedModelError, match="batch_index says"):
         clipper.backward(model(torch.randn(8, WIDTH)), batch_index=right.roll(1))
     clipper.backward(model(torch.randn(8, WIDTH)), batch_index=right)
+
+
+class PaddedInside(nn.Module):
+    """Takes the lengths of texts, and pads these to the longest or to a width, beside a table of positions."""
+
+    def __init__(self, width: int | None) -> None:
+        super().__init__()
+        self.width, self.places, self.head = width, nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, lengths: torch.Tensor) -> torch.Tensor:
+        width = self.width or int(lengths.max())
+        there = (torch.arange(width) < lengths[:, None]).unsqueeze(2)
+        hidden = torch.tanh(lengths.view(-1, 1, 1) * self.places(torch.arange(width)))
+        return self.head((there * hidden).sum(1))[:, 0]
+
+
+def test_texts_that_are_padded_inside_of_the_forward():
+    lengths = torch.arange(1, 9)
+    fixed = ghostclip.GhostClipper(ghostclip.wrap(PaddedInside(8)))
+    assert fixed.clip(lambda model, batch: model(batch), lengths).norms.shape == (8,)
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(PaddedInside(None)))
+    with pytest.raises(UnsupportedModelError, match=r"layer places gives, and it has another size .* collate function"):
+        clipper.clip(lambda model, batch: model(batch), lengths)

@@ -48,6 +48,30 @@ class Remembers:
         return self.mean / (self.mean + norms) / norms
 
 
+class Largest:
+    """Bounds nothing, and states what it has seen."""
+
+    sensitivity = 1e-6
+
+    def weights(self, norms: torch.Tensor) -> torch.Tensor:
+        self.sensitivity = max(self.sensitivity, float(norms.max()))
+        return torch.ones_like(norms)
+
+
+def test_a_sensitivity_that_follows_from_norms() -> None:
+    engine = runs.engine_for(runs.network(), clipping=Largest(), batch_size=24, noise_multiplier=1.0)
+    with pytest.raises(PrivacyError, match=r"the sensitivity of Largest, .*was 1e-06 when the engine was built"):
+        runs.train(engine)
+    assert engine.steps_taken == 0
+
+
+@pytest.mark.parametrize("part", ["partition_rule", "rule", "scaling", "noise"])
+def test_parts_of_a_composed_policy_stay(part: str) -> None:
+    policy = Composed()
+    with pytest.raises(AttributeError, match=f"{part} of a Composed policy stays as it was given"):
+        setattr(policy, part, over_the_largest)
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_weights_that_follow_from_earlier_batches(wrapped: bool) -> None:
     """Slowly: the calls of one batch give nearly the same."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ghostclip.native import library
-from ghostclip.native.rows import add_rows, chained_squared_norms
+from ghostclip.native.rows import chained_squared_norms, summed_rows
 from ghostclip.native.shifts import shifted_products
 from ghostclip.norms.rows import LookupGrads, runs_squared_norms
 
@@ -75,8 +75,7 @@ def test_compiled_rows_of_any_layout(layout, width, dtype):
     indices, weights = torch.randint(40, (70, 5)).t()[:, ::2], torch.rand(5, dtype=dtype)
     gradients = LAYOUTS[layout](torch.randn(5, 35, width, dtype=dtype))
     tolerance = {"rtol": 1e-4 if dtype == torch.float32 else 1e-12, "atol": 1e-6 if dtype == torch.float32 else 1e-12}
-    table = torch.zeros(40, width, dtype=dtype)
-    add_rows(table, indices, gradients, weights)
+    table = summed_rows(indices, gradients, weights, 40)
     exact = LookupGrads(indices, gradients, torch.Size((40, width))).per_example()
     torch.testing.assert_close(table, torch.einsum("b,brd->rd", weights, exact), **tolerance)
     squared = chains(indices, gradients)

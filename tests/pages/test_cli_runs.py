@@ -71,6 +71,16 @@ def test_an_interrupted_run_goes_on_and_forgets_nothing(
     assert sum(event.count for event in Ledger(f"{folder}.ledger").events) == STEPS
 
 
+def test_a_target_holds_for_all_that_is_in_a_ledger(capsys: Capsys, tmp_path: Path) -> None:
+    path, words = tmp_path / "all.ledger", [each for each in RUN if each not in ("--noise-multiplier", "1")]
+    trained(capsys, "--ledger", path)
+    assert main([*words, "--epsilon", "8", "--ledger", str(path)]) == 2
+    assert "one more step would pass max_epsilon = 8" in capsys.readouterr().err
+    events = Ledger(path).events
+    assert STEPS <= sum(event.count for event in events) < 2 * STEPS
+    assert accounting.epsilon_of(events, delta=1e-5) <= 8
+
+
 def test_a_checkpoint_every_so_many_steps(capsys: Capsys, tmp_path: Path) -> None:
     trained(capsys, "--checkpoint", tmp_path / "run", "--every", 4, "--ledger", tmp_path / "other.ledger")
     assert steps_at(tmp_path / "run") == STEPS
