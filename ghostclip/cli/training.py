@@ -149,7 +149,8 @@ def train(
     """
     model = build(settings.model, data, settings.seed)
     # Where a run goes on, its mean was released, and is in the checkpoint.
-    to_take = replace(settings, mean_noise=None) if keeping is not None and keeping.resume else settings
+    resumes = keeping is not None and keeping.resume  # it goes on to its planned steps
+    to_take = replace(settings, mean_noise=None, target_epsilon=None) if resumes else settings
     options = {"--learning-rate": settings.learning_rate, "--seed": settings.seed}
     steps, seen = METHODS[settings.method](to_take, model, data.train), History(options=options)
     private = settings.noise_multiplier is not None

@@ -72,7 +72,7 @@ def warn_of_earlier(engine: PrivacyEngine) -> None:
         mark.warned = True
         log.warning(
             "another engine took %d step%s with this model before; epsilon() of the new one doesn't count them. %s so "
-            "that they add up, or train a new model",
+            "that they add up (docs/training.md says how where the first has none), or train a new model",
             earlier.steps_taken, "s" if earlier.steps_taken != 1 else "", remedy,
         )  # fmt: skip
 

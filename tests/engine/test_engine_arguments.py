@@ -276,7 +276,8 @@ def test_a_model_that_another_engine_trained(ledgers, copied, caplog, tmp_path):
         model = copied(model)
     assert warned(caplog) == (ledgers != "both") * [
         "another engine took 1 step with this model before; epsilon() of the new one doesn't count them. Give both the "
-        'same ledger="..." so that they add up, or train a new model'
+        'same ledger="..." so that they add up (docs/training.md says how where the first has none), or train a new '
+        "model"
     ]
 
 
