@@ -96,7 +96,8 @@ def prepare(folder: str | Path) -> Path:
 def write(record: Record, folder: str | Path) -> Path:
     """Writes a report: the page ``index.html``, which needs no network, ``report.json`` and the plots as PNG files.
 
-    Loss and norms are private data; the page marks them, and the JSON has them under "not_private".
+    Loss and norms are private data, and so are all results of runs without noise; the page says so, and the JSON has
+    the first two, and the names of these runs, under "not_private".
 
     Args:
         record: the data.
@@ -122,7 +123,10 @@ def write(record: Record, folder: str | Path) -> Path:
 
 
 def figures(record: Record) -> dict[str, Any]:
-    """The report as JSON holds it: what may be shown, and under "not_private" what may not."""
+    """The report as JSON holds it: what may be shown of one run, and under "not_private" what may not.
+
+    That has the names of runs without noise, too, of whose results nothing may be shown.
+    """
     runs = [asdict(run) for run in record.runs]
     alone = len(grouped(record.runs)) == len(runs)
     losses = {run["name"] if alone else f"{run['name']}, seed {run['seed']}": run.pop("losses") for run in runs}
@@ -142,6 +146,7 @@ def figures(record: Record) -> dict[str, Any]:
             "command": record.command,
             "date": record.date,
             "not_private": {
+                "runs": list(dict.fromkeys(run.name for run in record.runs if run.noise_multiplier is None)),
                 "losses": losses,
                 "norms": asdict(norms) | {"clipped": norms.clipped} if norms else None,
             },

@@ -121,6 +121,7 @@ def test_page_tells_the_figures_and_what_is_not_private(folder):
     assert "Mean loss of each step" in kept
     assert "Gradient norms at the end" in kept
     assert "computed from the training data without noise" in kept
+    assert "Results of runs without noise have no privacy." in public
     assert "non-private &lt;b&gt;" in page
     assert "data folder" not in page
 
@@ -135,6 +136,7 @@ def test_json_is_strict_and_keeps_private_data_apart(folder):
     assert found["not_private"]["losses"]["private, epsilon 8"] == [2.3, "nan", 1.25]
     assert found["not_private"]["norms"]["norms"] == [0.5, 2.0, 4.0, "inf"]
     assert found["not_private"]["norms"]["clipped"] == 0.75
+    assert found["not_private"]["runs"] == ["non-private <b>"]
     assert found["examples_per_second"] == {"nonprivate": 5000.0, "cached": 2500.0}
 
 
