@@ -51,7 +51,8 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--ledger",
         metavar="FILE",
-        help="charge every step there first; a file that exists is continued, and epsilon is of all that is in it",
+        help="charge every step there first; a file that exists is continued, epsilon is of all that is in it, "
+        "and a new run ends where that would pass --epsilon",
     )
     seeds = "train from so many seeds, --seed and the next ones, and tell the mean and range (default: 1)"
     output.add_argument("--seeds", type=int, default=1, metavar="N", help=seeds)

@@ -132,23 +132,25 @@ def _sizes(kept: Iterable[Any]) -> list[torch.Size]:
     return [each.shape for each in kept if isinstance(each, Tensor)]
 
 
+def _named(node: Any, names: ParameterNames) -> str:
+    call = getattr(node, "call", None)
+    return f"layer {names.layer(call)}" if isinstance(call, LayerCall) else f"operation {node.name()}"
+
+
 def _sizes_differ(node: Any, names: ParameterNames) -> UnsupportedModelError:
     """The error about what all examples share where only its sizes are known to follow from them."""
-    call = getattr(node, "call", None)
-    what = f"layer {names.layer(call)}" if isinstance(call, LayerCall) else f"operation {node.name()}"
     return UnsupportedModelError(
-        f"all examples share what the {what} gives, and it has another size for other rows of the batch, as where "
-        "texts are padded to the longest inside of the forward or the loss function. So it depends on the examples; "
-        "pad them in the collate function, or to one fixed length",
+        f"all examples share what the {_named(node, names)} gives, and it has another size for other rows of the "
+        "batch, as where texts are padded to the longest inside of the forward or the loss function. So it depends on "
+        "the examples; pad them in the collate function, or to one fixed length",
         place=node,
     )
 
 
 def _untried(node: Any, why: str, names: ParameterNames) -> UnsupportedModelError:
-    call = getattr(node, "call", None)
-    what = f"layer {names.layer(call)}" if isinstance(call, LayerCall) else f"operation {node.name()}"
     return UnsupportedModelError(
-        f"all examples share what the {what} gives; whether it depends on the examples could not be tried{why}",
+        f"all examples share what the {_named(node, names)} gives; whether it depends on the examples could "
+        f"not be tried{why}",
         place=node,
     )
 

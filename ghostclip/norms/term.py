@@ -40,7 +40,7 @@ __all__ = [
 SAMPLE = 32
 # A norm in float32 loses 1e-6 of itself for about so many numbers, and more in proportion (2.5 million: 4e-4).
 LONG = 8192
-# Rows that are added up as they are.
+# Rows that are added up by one product.
 BLOCK = 256
 
 
@@ -257,7 +257,7 @@ def sum_of_rows(weights: Tensor, rows: Tensor) -> Tensor:
     rows after it is rounded: sums of 20,000 gradients of norm 1 moved by up to 9. By blocks it is a thousandth.
     """
     whole = len(rows) - len(rows) % BLOCK
-    if whole <= 4 * BLOCK:
+    if whole <= BLOCK:
         return torch.mv(rows.t(), weights)
     blocks = weights[:whole].reshape(-1, 1, BLOCK) @ rows[:whole].unflatten(0, (-1, BLOCK))
     found = blocks.sum((0, 1), dtype=torch.float64) + weights[whole:] @ rows[whole:]

@@ -307,8 +307,9 @@ class ShardedTotals(Totals):
         # Whether sums of the current physical batch were reduced; and whether one failed after that.
         self._begun = self._lost = False
 
-    def _widen(self) -> None:
-        """Stays in float32: other ranks may have fewer physical batches, and sums that are reduced are of one type."""
+    def _widened(self, total: Tensor) -> Tensor:
+        """As it is: other ranks may have fewer physical batches, and sums that are reduced are of one type."""
+        return total
 
     @contextmanager
     def physical_batch(self, add: Add, new: dict[int, Tensor]) -> Iterator[Add]:

@@ -129,16 +129,16 @@ class Totals(dict[int, Tensor]):
     def add(self, new: dict[int, Tensor]) -> None:
         """Adds the sums of a physical batch, and empties ``new``."""
         if self and (both := [owner for owner in new if owner in self]):
-            if self._added == FEW:
-                self._widen()
+            if self._added >= FEW:
+                self.update({owner: self._widened(self[owner]) for owner in both})
             torch._foreach_add_([self[owner] for owner in both], [new.pop(owner) for owner in both])
         self._added += 1
         self.update(new)
         new.clear()
 
-    def _widen(self) -> None:
-        for owner in self:
-            self[owner] = self[owner].double()
+    def _widened(self, total: Tensor) -> Tensor:
+        """In float64, as a sum of many physical batches is kept."""
+        return total.double()
 
     def clear(self) -> None:
         super().clear()

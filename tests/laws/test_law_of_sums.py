@@ -107,3 +107,18 @@ def test_sums_over_physical_batches() -> None:
 
     found = moved(total, (1025, 4096, 1))
     assert 1 / MOST <= found <= MOST
+
+
+def test_a_parameter_that_takes_part_later_is_added_up_likewise() -> None:
+    """Others took part in 100 physical batches before."""
+    first, later = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+
+    def total(shares: Tensor) -> Tensor:
+        totals = Totals()
+        for _ in range(100):
+            totals.add({id(first): torch.ones(1)})
+        for share in shares:
+            totals.add({id(later): share.clone()})
+        return totals.complete([later])[0]
+
+    assert 1 / MOST <= moved(total, (1025, 4096, 1)) <= MOST
